@@ -1,0 +1,129 @@
+"""
+Settings are the plain assignments at the top of a script, each with its comment:
+
+    batch_size = 16  # sequences a micro-step                <- the default gives the type
+    flops_budget: float | None = None  # FLOPs to spend      <- None does not, so an annotation gives it
+    settings = configure(globals(), argv=sys.argv[1:])
+
+All lower-case assignments above that line, or above the first function, are settings.
+They are overridden, in the order given, by files and by --key=value:
+
+    python train.py config/gpt2_124m.py --learning_rate=3e-4
+
+A dataclass passed behind globals() has its fields as settings too. A config file holds lines of key = literal; it is
+read, never run.
+"""
+
+import ast
+import difflib
+import inspect
+import io
+import textwrap
+import tokenize
+from typing import NamedTuple
+
+TYPES = {t.__name__: t for t in (bool, int, float, str, tuple)} | {"None": type(None)}
+
+
+class Setting(NamedTuple):
+    default: object
+    types: tuple
+    comment: str
+
+
+def configure(namespace, *dataclasses, argv):
+    """Put the settings of a script into its namespace, and return them in one dict with those of the dataclasses."""
+    own = read_settings(open(namespace["__file__"]).read())
+    known = dict(own)
+    for cls in dataclasses:
+        known |= read_settings(textwrap.dedent(inspect.getsource(cls)), of=cls.__name__)
+    if "--help" in argv or "-h" in argv:
+        raise SystemExit(print_help(namespace, known))
+    values = {key: setting.default for key, setting in known.items()}
+    for source, key, value in overrides(argv, known):
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
+            raise SystemExit(f"{source}: there is no setting {key!r}; the nearest is {near!r}; --help lists them all")
+        values[key] = convert(source, key, value, known[key].types)
+    namespace.update({key: values[key] for key in own})
+    return values
+
+
+def read_settings(text, of=None):
+    """The settings that a script, or the dataclass `of` in it, declares: {name: Setting}"""
+    body = ast.parse(text).body
+    if of is not None:
+        body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == of).body
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    settings = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef) or "configure(" in ast.unparse(node):
+            break
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+            continue
+        name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        if name != name.lower():
+            continue  # an upper-case name is a constant
+        default, types = ast.literal_eval(node.value), None
+        if isinstance(node, ast.AnnAssign):
+            types = tuple(TYPES[t.strip()] for t in ast.unparse(node.annotation).split("|"))
+        settings[name] = Setting(default, types or (type(default),), comments.get(node.end_lineno, ""))
+    return settings
+
+
+def overrides(argv, known):
+    """What the command line and the files it names say, in order: (where it says so, key, value)"""
+    for arg in argv:
+        if arg.startswith("--"):
+            key, equals, text = arg[2:].partition("=")
+            if not equals:
+                raise SystemExit(f"{arg}: write it as --key=value")
+            yield "command line", key, literal(text, known[key].types if key in known else ())
+        else:
+            yield from read_file(arg)
+
+
+def literal(text, types):
+    """The Python literal that text spells; text itself where it spells none, or where a string is meant."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if type(value) in types or str not in types else text
+
+
+def read_file(path):
+    try:
+        body = ast.parse(open(path).read()).body
+    except (OSError, SyntaxError) as error:
+        raise SystemExit(f"{path}: not a readable config file ({error}); settings are written --key=value")
+    for node in body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        try:
+            yield path, node.targets[0].id, ast.literal_eval(node.value)
+        except (AttributeError, ValueError):
+            raise SystemExit(f"{path}, line {node.lineno}: expected key = literal, got {ast.unparse(node)!r}")
+
+
+def convert(source, key, value, types):
+    """value as one of types: itself, an int as a float, 1e6 as an int; anything else is an error."""
+    if type(value) in types:
+        return value
+    if type(value) is int and float in types:
+        return float(value)
+    if type(value) is float and int in types and value.is_integer():
+        return int(value)
+    expected = " or ".join("None" if t is type(None) else t.__name__ for t in types)
+    raise SystemExit(f"{source}: {key} expects {expected}, got {value!r} ({type(value).__name__})")
+
+
+def print_help(namespace, settings):
+    print((namespace["__doc__"] or "").strip() + "\n\nsettings, as --key=default:")
+    for key, setting in settings.items():
+        print(f"  {f'--{key}={setting.default}':<36} {setting.comment}")
+
+
+def echo(settings):
+    print(textwrap.fill(" ".join(f"{key}={value!r}" for key, value in settings.items()), 120))

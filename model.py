@@ -1,0 +1,311 @@
+"""
+A GPT whose residual stream is a setting. The model is the usual one (rotary positions, grouped-query attention, an MLP);
+all that a residual mode changes is in the two lines of Block.forward that read, and the two that write.
+
+Names of tensors in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, D = C / H, V vocab_size.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import norms
+from norms import RMSNorm, pick
+
+RESIDUALS = {**norms.RESIDUALS}  # name -> class; each names its own ends
+
+
+@dataclass
+class GPTConfig:
+    n_layer: int = 8  # blocks, each of attention and MLP
+    n_head: int = 2  # query heads
+    n_kv_head: int | None = None  # key and value heads; None: as many as n_head
+    n_embd: int = 128  # width of the stream
+    n_hidden: int | None = None  # width of the MLP; None: 4 n_embd, for swiglu 8/3 n_embd up to a multiple of 64
+    block_size: int = 256  # context length in tokens
+    vocab_size: int = 257  # 256 bytes and end-of-text; gpt2 BPE: 50257, or 50304 for speed
+    residual: str = "prenorm"  # how layers read and write the stream: a name from RESIDUALS
+    norm: str = "rms"  # rms, layer or none
+    norm_eps: float = 1e-6  # inside the root
+    activation: str = "gelu"  # gelu, relu, silu or swiglu
+    qk_norm: bool = False  # RMSNorm on queries and keys
+    rope_base: float = 10000.0  # base of the rotary frequencies
+    tied: bool = True  # one matrix for embedding and head
+    bias: bool = False  # biases in the linears, and LayerNorm's shift
+    dropout: float = 0.0  # on the embedding, the attention weights and every sublayer's output
+    init: str = "normal"  # linears: normal, kaiming (gain of the activation), xavier or uniform
+    init_scale: float = 0.02  # std of the embedding and of normal; half the width of uniform
+    init_out: str | None = None  # output projections: scaled by 1/sqrt(2 n_layer), plain or zero; None: the mode's own
+    branch_scale: str = "one"  # what a sublayer's output is multiplied by: one, or depth for 1/sqrt(n_layer)
+    dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: start of alpha before attention, before the MLP, before the head
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sublayers
+
+
+def rotary_table(config, device):
+    """cos and sin of position times frequency, (block_size, D/2) each, in float32"""
+    half = config.n_embd // config.n_head // 2
+    freq = config.rope_base ** (-torch.arange(half, device=device).float() / half)
+    angle = torch.arange(config.block_size, device=device).float()[:, None] * freq
+    return angle.cos(), angle.sin()
+
+
+def rotary(x, rope):
+    """Rotate each pair (x_i, x_{i+D/2}) by its angle."""
+    cos, sin = rope  # (T, D/2)
+    a, b = norms.wide(x).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        C, D, bias = config.n_embd, config.n_embd // config.n_head, config.bias
+        self.n_head, self.n_kv_head, self.dropout = config.n_head, config.n_kv_head or config.n_head, config.dropout
+        self.wq = nn.Linear(C, self.n_head * D, bias)
+        self.wk = nn.Linear(C, self.n_kv_head * D, bias)
+        self.wv = nn.Linear(C, self.n_kv_head * D, bias)
+        self.wo = nn.Linear(self.n_head * D, C, bias)
+        self.q_norm, self.k_norm = (RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk")
+
+    def forward(self, h, rope, cache=None):
+        B, T, _ = h.shape
+        q = self.wq(h).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
+        k = self.wk(h).view(B, T, self.n_kv_head, -1).transpose(1, 2)  # (B, G, T, D)
+        v = self.wv(h).view(B, T, self.n_kv_head, -1).transpose(1, 2)  # (B, G, T, D)
+        q, k = rotary(self.q_norm(q), rope), rotary(self.k_norm(k), rope)
+        mask = None
+        if cache is not None:
+            past_k, past_v, at = cache  # (B, G, L, D) twice, and the T positions that are being filled
+            k, v = past_k.index_copy_(2, at, k.to(past_k.dtype)), past_v.index_copy_(2, at, v.to(past_v.dtype))
+            mask = torch.arange(k.size(2), device=k.device) <= at[:, None]  # (T, L)
+            q = q.to(k.dtype)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.n_kv_head != self.n_head,
+            dropout_p=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        return self.wo(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
+
+
+ACTIVATIONS = {  # name: (function, whether it gates a second projection, gain that keeps the variance)
+    "gelu": (F.gelu, False, 1.7),
+    "relu": (F.relu, False, math.sqrt(2)),
+    "silu": (F.silu, False, 1.7),
+    "swiglu": (F.silu, True, 1.7),
+}
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.act, gated, _ = pick(ACTIVATIONS, config.activation, "activation")
+        hidden = config.n_hidden or (64 * math.ceil(config.n_embd / 24) if gated else 4 * config.n_embd)
+        self.up = nn.Linear(config.n_embd, hidden, config.bias)
+        self.gate = nn.Linear(config.n_embd, hidden, config.bias) if gated else None
+        self.down = nn.Linear(hidden, config.n_embd, config.bias)
+
+    def forward(self, h):
+        if self.gate is None:
+            return self.down(self.act(self.up(h)))
+        return self.down(self.act(self.gate(h)) * self.up(h))
+
+
+class Block(nn.Module):
+    def __init__(self, config, b):
+        super().__init__()
+        residual = pick(RESIDUALS, config.residual, "residual")
+        self.attn, self.attn_residual = Attention(config), residual(config, 2 * b + 1)
+        self.mlp, self.mlp_residual = MLP(config), residual(config, 2 * b + 2)
+        self.scale = pick({"one": 1.0, "depth": config.n_layer**-0.5}, config.branch_scale, "branch_scale")
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, stream, rope, cache=None):
+        h, stream = self.attn_residual.read(stream)
+        stream = self.attn_residual.write(stream, self.drop(self.attn(h, rope, cache)), self.scale)
+        h, stream = self.mlp_residual.read(stream)
+        return self.mlp_residual.write(stream, self.drop(self.mlp(h)), self.scale)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        check(config)
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.ends = pick(RESIDUALS, config.residual, "residual").ends(config)
+        self.blocks = nn.ModuleList(Block(config, b) for b in range(config.n_layer))
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embed.weight
+        self.drop = nn.Dropout(config.dropout)
+        for name, table in zip(("cos", "sin"), rotary_table(config, None)):
+            self.register_buffer(name, table, persistent=False)
+        self.init_weights()
+
+    def forward(self, idx, targets=None, cache=None):
+        """Logits (B, T, V), and their mean cross-entropy with the targets, of which those that are -1 do not count."""
+        T, start = idx.size(1), 0 if cache is None else cache.length
+        if start + T > self.config.block_size:
+            raise ValueError(f"{start + T} tokens do not fit into block_size={self.config.block_size}")
+        rope = self.cos[start : start + T], self.sin[start : start + T]
+        stream = self.ends.embed(self.drop(self.embed(idx)))
+        for b, block in enumerate(self.blocks):
+            stream = block(stream, rope, cache and cache.layer(b, T))
+        if cache is not None:
+            cache.length += T
+        hidden, head = self.ends.readout(stream, self.head.weight)
+        logits = F.linear(hidden, head)
+        loss = None if targets is None else cross_entropy(logits, targets)
+        return logits, loss
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Every parameter gets its start here, or from its own module's reset_parameters, or this raises."""
+        config, done = self.config, set()
+        gain = ACTIVATIONS[config.activation][2]
+        outputs = {m for block in self.blocks for m in (block.attn.wo, block.mlp.down)}
+        in_mlp = {m for block in self.blocks for m in block.mlp.modules()}
+        how = config.init_out or RESIDUALS[config.residual].init_out
+        shrink = pick({"scaled": (2 * config.n_layer) ** -0.5, "plain": 1.0, "zero": 0.0}, how, "init_out")
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=config.init_scale)
+            elif isinstance(module, nn.Linear):
+                if module is not self.head:
+                    INITS[config.init](module.weight, config.init_scale, gain if module in in_mlp else 1.0)
+                elif not config.tied:
+                    nn.init.normal_(module.weight, std=config.init_scale)
+                if module in outputs:
+                    module.weight.mul_(shrink)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+            else:
+                continue
+            done.update(module.parameters(recurse=False))
+        left = [name for name, p in self.named_parameters() if p not in done]
+        if left:
+            raise RuntimeError(f"no rule initialises {', '.join(left)}: give their module reset_parameters")
+
+    def param_groups(self):
+        """Names of parameters by how they are trained. Decided by what owns a parameter, never by its name."""
+        groups = {"matrices": [], "embeddings": [], "vectors": [], "gates": []}
+        residual = RESIDUALS[self.config.residual]
+        for name, p in self.named_parameters():
+            owner = self.get_submodule(name.rpartition(".")[0])
+            if owner in (self.embed, self.head):
+                groups["embeddings"].append(name)
+            elif isinstance(owner, nn.Linear) and p.ndim == 2:
+                groups["matrices"].append(name)
+            elif p.numel() == 1 or isinstance(owner, (residual, residual.ends)):
+                groups["gates"].append(name)  # what a residual learns besides the gains of its norms
+            else:
+                groups["vectors"].append(name)
+        return groups
+
+    def num_params(self, embedding=True):
+        return sum(p.numel() for p in self.parameters()) - (0 if embedding else self.embed.weight.numel())
+
+    def flops_per_token(self, T=None, backward=True):
+        """Matmul FLOPs: 2 for each weight of a linear (the head's too, tied or not), and for each query the 2 C_q for its
+        score with each key it may see and 2 C_q to sum their values, (T + 1) / 2 keys on average. Backward twice that."""
+        T = T or self.config.block_size
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        scores = sum(4 * block.attn.wq.out_features for block in self.blocks) * (T + 1) / 2
+        return (2 * weights + scores) * (3 if backward else 1)
+
+    @torch.no_grad()
+    def stream_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, n_vocab=None):
+        """Yield the next token of each row, (B, 1), max_new_tokens times or until every row has met the stop token.
+        temperature 0 is greedy; n_vocab: how many ids the tokenizer has, where the model's vocabulary is padded.
+        When the window is full, the newest half of it is read again and generation goes on from there."""
+        size = self.config.block_size
+        cache = KVCache(self, idx.size(0), min(size, idx.size(1) + max_new_tokens))
+        text, new, done = idx, idx[:, -size:], torch.zeros_like(idx[:, :1], dtype=torch.bool)
+        for _ in range(max_new_tokens):
+            if cache.length + new.size(1) > size:
+                cache.length, new = 0, text[:, -(size // 2) :]
+            logits = self(new, cache=cache)[0][:, -1, :n_vocab].float()  # (B, V)
+            new = sample(logits, temperature, top_k, top_p)
+            if stop is not None:
+                new = new.masked_fill(done, stop)
+                done = done | (new == stop)
+            text = torch.cat((text, new), dim=1)
+            yield new
+            if stop is not None and done.all():
+                return
+
+    def generate(self, idx, max_new_tokens, **how):
+        """The prompt with what stream_tokens yields behind it, (B, T + at most max_new_tokens)"""
+        return torch.cat((idx, *self.stream_tokens(idx, max_new_tokens, **how)), dim=1)
+
+
+def check(config):
+    for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)}: give at least 1")
+    C, H, G = config.n_embd, config.n_head, config.n_kv_head or config.n_head
+    if C % H:
+        raise ValueError(f"n_embd={C} does not divide into n_head={H} heads")
+    if C // H % 2:
+        raise ValueError(f"n_embd / n_head = {C // H} is odd: rotary positions turn pairs of features")
+    if H % G:
+        raise ValueError(f"n_head={H} query heads do not divide over n_kv_head={G}")
+    if not 0 <= config.dropout < 1:
+        raise ValueError(f"dropout={config.dropout}: give a share, 0 <= dropout < 1")
+    if len(config.dyt_alpha) != 3:
+        raise ValueError(f"dyt_alpha={config.dyt_alpha!r}: give three starts, for attention, MLP and head")
+    pick(INITS, config.init, "init")
+
+
+INITS = {  # name: (weight, scale, gain of the activation) -> None
+    "normal": lambda w, scale, gain: nn.init.normal_(w, std=scale),
+    "kaiming": lambda w, scale, gain: nn.init.normal_(w, std=gain / math.sqrt(w.size(1))),
+    "xavier": lambda w, scale, gain: nn.init.xavier_normal_(w),
+    "uniform": lambda w, scale, gain: nn.init.uniform_(w, -scale, scale),
+}
+
+
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1), ignore_index=-1)
+
+
+def sample(logits, temperature, top_k, top_p):
+    """One id for each row of logits (B, V): (B, 1)"""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / temperature
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    if top_p is not None:
+        order = logits.argsort(descending=True)
+        p = logits.softmax(-1).gather(-1, order)
+        out = p.cumsum(-1) - p >= top_p  # the likeliest always stays
+        logits = logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -math.inf)
+    return torch.multinomial(logits.softmax(-1), 1)
+
+
+class KVCache:
+    """Keys and values of every layer, at their full length from the start, so that no shape ever changes."""
+
+    def __init__(self, model, batch, length):
+        config, w = model.config, model.embed.weight
+        autocast = torch.is_autocast_enabled(w.device.type)
+        dtype = torch.get_autocast_dtype(w.device.type) if autocast else w.dtype
+        shape = (config.n_layer, 2, batch, config.n_kv_head or config.n_head, length, config.n_embd // config.n_head)
+        self.kv = torch.zeros(shape, dtype=dtype, device=w.device)
+        self.length = 0  # how much of it is filled
+
+    def layer(self, b, T):
+        return *self.kv[b], torch.arange(self.length, self.length + T, device=self.kv.device)

@@ -1,0 +1,73 @@
+"""
+Runs of train.py, as many at a time as there are cores, one thread each: every variant at every learning rate, then each
+variant's best learning rate with more seeds. Whatever is already logged is skipped, so a script that calls this can be
+killed and started again. A log is results/NAME/VARIANT-LR-SEED/log.jsonl.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def final_loss(run):
+    """Validation loss at the end of a run; infinity if it diverged; None if it is not finished"""
+    log = run / "log.jsonl"
+    records = [json.loads(line) for line in log.open()] if log.exists() else []
+    if not records or "step" not in records[-1]:
+        return None
+    header, last = next(r["run"] for r in records if "run" in r), records[-1]
+    if last["bad_steps"] >= header["settings"]["max_bad_steps"]:
+        return float("inf")
+    return last["val_loss"] if last["step"] >= header["max_iters"] else None
+
+
+def train(run, args, then):
+    if final_loss(run) is not None:
+        return
+    run.mkdir(parents=True, exist_ok=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    common = dict(cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "train.py", *args, f"--out_dir={run}", "--init_from=auto"]
+    if subprocess.run(command, **common).returncode == 0 and then:
+        subprocess.run([sys.executable, "eval.py", f"--out_dir={run}", *then], check=True, **common)
+    print(run.name, final_loss(run), flush=True)
+
+
+def sweep(name, variants, learning_rates, seeds, common=(), then=()):
+    """variants: {name: arguments of train.py}. Returns {variant: {lr: [loss of each seed]}}."""
+
+    def run(variant, lr, seed):
+        return ROOT / "results" / name / f"{variant}-{lr:g}-{seed}"
+
+    def args(variant, lr, seed):
+        return [*common, *variants[variant], f"--learning_rate={lr}", f"--seed={seed}"]
+
+    def best(variant):
+        return min(learning_rates, key=lambda lr: final_loss(run(variant, lr, seeds[0])))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        grid = [(variant, lr, seeds[0]) for lr in learning_rates for variant in variants]
+        list(pool.map(lambda job: train(run(*job), args(*job), then), grid))
+        more = [(variant, best(variant), seed) for seed in seeds[1:] for variant in variants]
+        list(pool.map(lambda job: train(run(*job), args(*job), then), more))
+    return {
+        v: {lr: [x for s in seeds if (x := final_loss(run(v, lr, s))) is not None] for lr in learning_rates} for v in variants
+    }
+
+
+def table(losses):
+    """One line a variant: the loss at each learning rate, and mean and spread over the seeds of the best"""
+    rates = list(next(iter(losses.values())))
+    print("| variant | " + " | ".join(f"lr {lr:g}" for lr in rates) + " | best: mean ± std (n) |")
+    print("|---" * (len(rates) + 2) + "|")
+    for variant, by_lr in losses.items():
+        top = min(by_lr.values(), key=lambda x: x[0])
+        spread = statistics.stdev(top) if len(top) > 1 else float("nan")
+        cells = " | ".join(f"{x[0]:.3f}" for x in by_lr.values())
+        print(f"| {variant} | {cells} | {statistics.mean(top):.3f} ± {spread:.3f} ({len(top)}) |")

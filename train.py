@@ -1,0 +1,424 @@
+"""
+Train a language model: read this file from top to bottom, it is the whole story.
+
+    python train.py                                                          the default: minutes on any machine
+    python train.py config/llama_374m_prenorm.py --learning_rate=5e-4        settings from a file, then from here
+    torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py    one process a GPU
+"""
+
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, fields
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from configurator import configure, echo
+from eval import evaluate
+from model import GPT, GPTConfig
+from prepare_c4 import Loader, Windows, atomic
+
+# where things are
+data_dir = "data/python"  # shards that prepare_c4.py made
+out_dir = "out"  # checkpoints and log.jsonl
+init_from = "scratch"  # scratch; resume from out_dir; auto: resume if there is something to; or a checkpoint's path
+# how long, and on how much
+max_iters = 1000  # optimizer steps
+flops_budget: float | None = None  # training FLOPs to spend, in place of max_iters
+batch_size = 8  # sequences a micro-step on each rank
+gradient_accumulation_steps = 1  # micro-steps that make a step, over all ranks together
+total_batch_tokens: int | None = None  # tokens a step; derives gradient_accumulation_steps where given
+seed = 1337  # of initialisation, data order and dropout
+# optimizer
+optimizer = "adamw"  # adamw, or muon for the matrices and adamw for the rest
+learning_rate = 4e-3  # at its highest
+gate_lr: float | None = None  # of the residual's scalars and gates; None: learning_rate
+weight_decay = 0.1  # of matrices and embeddings; nothing else decays
+beta1 = 0.9  # adamw
+beta2 = 0.95  # adamw
+grad_clip = 1.0  # largest norm of the whole gradient; 0: any
+schedule = "cosine"  # how the learning rate falls: cosine, or wsd: constant, then linear over the last wsd_share
+wsd_share = 0.2  # wsd: share of the steps that decay
+warmup_iters = 50  # steps of linear warm-up
+lr_decay_iters: int | None = None  # step at which the learning rate reaches min_lr; None: the last
+min_lr: float | None = None  # where the learning rate ends; None: a tenth of learning_rate
+max_bad_steps = 5  # give up after so many steps in a row with a loss or gradient that is not finite
+# what is seen and kept
+eval_interval = 250  # steps between evaluations; 0: never
+eval_tokens = 131072  # validation tokens, the same ones every time
+log_interval = 10  # steps between lines
+log_grad_norms = False  # also the gradient norm of every parameter
+save_interval = 250  # steps between writes of ckpt.pt; the last step is always written; 0: only that
+keep_interval = 0  # steps between checkpoints that stay, ckpt_000250.pt and so on; 0: none
+wandb_log = False  # send the records to wandb as well
+wandb_project = "residual"  # project there
+# machine
+device = "auto"  # cpu, cuda, cuda:1, ...; auto: cuda where there is one
+dtype = "auto"  # float32 or bfloat16 autocast; auto: bfloat16 where the hardware computes in it
+compile: bool | None = None  # torch.compile each block; None: on CUDA, and on Linux CPUs that have g++
+shard = "none"  # none: every rank holds all (DDP); fsdp: every rank holds a share of each block (FSDP2)
+
+settings = configure(globals(), GPTConfig, argv=sys.argv[1:])
+
+
+def fail(message):
+    """Bad input ends in one line, before anything is written."""
+    raise SystemExit(f"train.py: {message}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who and where: one process, or one of many that torchrun started
+
+choices = {
+    "optimizer": ("adamw", "muon"), "schedule": ("cosine", "wsd"), "shard": ("none", "fsdp"),
+    "dtype": ("auto", "float32", "bfloat16"),
+}  # fmt: skip
+for key, names in choices.items():
+    if settings[key] not in names:
+        fail(f"{key}={settings[key]!r}: choose one of {', '.join(names)}")
+for key in ("max_iters", "batch_size", "gradient_accumulation_steps", "log_interval", "max_bad_steps", "learning_rate"):
+    if settings[key] <= 0:
+        fail(f"{key}={settings[key]}: must be above 0")
+
+rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+main = rank == 0
+if device == "auto":
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+device = torch.device(f"cuda:{local_rank}" if device == "cuda" else device)
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high")
+if dtype == "auto":  # these private checks are the only ones that torch 2.11 to 2.13 have for a CPU
+    cpu_has_it = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    dtype = "bfloat16" if (torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_it) else "float32"
+if compile is None:
+    compile = device.type == "cuda" or (sys.platform == "linux" and shutil.which("g++") is not None)
+autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data and model
+
+try:
+    config = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
+    torch.manual_seed(seed)
+    model = GPT(config)
+except ValueError as error:
+    fail(error)
+
+micro_tokens = batch_size * config.block_size
+if total_batch_tokens is not None:
+    gradient_accumulation_steps = total_batch_tokens // micro_tokens
+tokens_per_step = total_batch_tokens or gradient_accumulation_steps * micro_tokens
+if tokens_per_step % (micro_tokens * world):
+    fail(f"{tokens_per_step} tokens a step do not divide over {world} ranks x {batch_size} sequences x {config.block_size} "
+         f"tokens: change batch_size or " + ("total_batch_tokens" if total_batch_tokens else "gradient_accumulation_steps"))  # fmt: skip
+micro_steps = tokens_per_step // (micro_tokens * world)  # of each rank
+
+train_windows, val_windows = (Windows(data_dir, split, config.block_size) for split in ("train", "val"))
+meta = train_windows.meta
+if meta["vocab_size"] > config.vocab_size:
+    fail(f"{data_dir} has token ids up to {meta['vocab_size'] - 1}: set --vocab_size={meta['vocab_size']} or more")
+loader = Loader(train_windows, batch_size, micro_steps, seed, rank, world, device)
+
+flops_per_step = tokens_per_step * model.flops_per_token()
+if flops_budget is not None:
+    max_iters = math.ceil(flops_budget / flops_per_step)
+
+ckpt_path, log_path = os.path.join(out_dir, "ckpt.pt"), os.path.join(out_dir, "log.jsonl")
+if init_from == "auto":
+    init_from = "resume" if os.path.exists(ckpt_path) else "scratch"
+step, bad_steps, best_val_loss, saved = 0, 0, math.inf, None
+if init_from != "resume" and (os.path.exists(ckpt_path) or os.path.exists(log_path)):
+    fail(f"{out_dir} already holds a run: --init_from=resume goes on with it, --out_dir=... starts another")
+if init_from != "scratch":
+    path = ckpt_path if init_from == "resume" else init_from
+    if not os.path.exists(path):
+        fail(f"{path}: no such checkpoint to start from")
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    differs = [f"{k}={v!r}, not {getattr(config, k)!r}" for k, v in saved["config"].items() if v != getattr(config, k)]
+    if differs:
+        fail(f"{path} was trained with {'; '.join(differs)}")
+    if saved["meta"]["tokenizer_sha256"] != meta["tokenizer_sha256"]:
+        fail(f"{path} was trained on another tokenizer than that of {data_dir}")
+    model.load_state_dict(saved["model"])
+    if init_from == "resume":
+        step, bad_steps, best_val_loss = saved["step"], saved["bad_steps"], saved["best_val_loss"]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Over the ranks, and compiled
+
+if world > 1:
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+if compile:
+    for block in model.blocks:  # one block at a time: they share one graph, so a deep model compiles as fast as a flat one
+        block.compile()
+net = model  # what is called in training
+if shard == "fsdp":  # float32 shards are gathered, so that the numbers are those of DDP
+    mesh = dist.init_device_mesh(device.type, (world,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+else:
+    model.to(device)
+    if world > 1:
+        net = DDP(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+
+
+def sync_gradients(on):
+    """Set before the forward: average over ranks only behind the last micro-step."""
+    if shard == "fsdp":
+        model.set_requires_gradient_sync(on)
+    elif world > 1:
+        net.require_backward_grad_sync = on
+
+
+def make_optimizers():
+    """Each group has its peak learning rate; the schedule scales all of them alike."""
+    named, names = dict(model.named_parameters()), model.param_groups()
+    assert sorted(sum(names.values(), [])) == sorted(named), "every parameter is in exactly one group"
+    groups = {
+        key: {"params": [named[n] for n in names[key]], "peak": peak, "weight_decay": decay}
+        for key, peak, decay in (
+            ("matrices", learning_rate, weight_decay),
+            ("embeddings", learning_rate, weight_decay),
+            ("vectors", learning_rate, 0.0),
+            ("gates", learning_rate if gate_lr is None else gate_lr, 0.0),
+        )
+    }
+    made = []
+    if optimizer == "muon":  # match_rms_adamw: its updates are as large as AdamW's, so learning_rate keeps its meaning
+        made.append(torch.optim.Muon([groups.pop("matrices")], lr=learning_rate, adjust_lr_fn="match_rms_adamw"))
+    rest = [group for group in groups.values() if group["params"]]
+    fused = device.type in ("cuda", "cpu")
+    return made + [torch.optim.AdamW(rest, lr=learning_rate, betas=(beta1, beta2), fused=fused)]
+
+
+def learning_rate_factor(step):
+    """Share of the peak learning rate at a step: warm-up, then cosine or a linear end, down to min_lr"""
+    last, floor = lr_decay_iters or max_iters, 0.1 if min_lr is None else min_lr / learning_rate
+    if step < warmup_iters:
+        return (step + 1) / (warmup_iters + 1)
+    if schedule == "wsd":
+        return 1 - (1 - floor) * min(1, max(0, 1 - (last - step) / (wsd_share * last)))
+    done = min(1, (step - warmup_iters) / max(1, last - warmup_iters))
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def whole(x):
+    """A state dict with each sharded tensor put together and each tensor on the CPU; under FSDP all ranks must call it."""
+    if isinstance(x, dict):
+        return {k: whole(v) for k, v in x.items()}
+    x = x.full_tensor() if isinstance(x, DTensor) else x
+    return x.detach().cpu() if isinstance(x, torch.Tensor) else x
+
+
+def laid_out(x, p):
+    """What the optimizer keeps for parameter p, sharded as p is"""
+    alike = isinstance(p, DTensor) and isinstance(x, torch.Tensor) and x.shape == p.shape
+    return distribute_tensor(x.to(device), p.device_mesh, p.placements) if alike else x
+
+
+optimizers = make_optimizers()
+if init_from == "resume":
+    for opt, state in zip(optimizers, saved["optimizers"], strict=True):
+        params = [p for group in opt.param_groups for p in group["params"]]
+        state = {i: {k: laid_out(v, params[i]) for k, v in entry.items()} for i, entry in state.items()}
+        opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})
+del saved
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints and the log
+
+
+def save(name):
+    state = {
+        "model": whole(model.state_dict()), "optimizers": [whole(opt.state_dict()["state"]) for opt in optimizers],
+        "config": asdict(config), "settings": settings, "meta": meta,
+        "step": step, "bad_steps": bad_steps, "best_val_loss": best_val_loss,
+    }  # fmt: skip
+    if main:
+        try:
+            with atomic(os.path.join(out_dir, name)) as file:
+                torch.save(state, file)
+        except (OSError, RuntimeError) as error:
+            fail(f"step {step} could not be saved as {name}, the checkpoints before it are intact: {error}")
+    if world > 1:
+        dist.barrier()
+
+
+def run_header():
+    """What ran, so that a result can be had again from its log alone"""
+    git = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain"]]
+    commit, changes = (subprocess.run(c, cwd=os.path.dirname(__file__) or ".", capture_output=True).stdout for c in git)
+    groups = {key: sum(model.get_parameter(n).numel() for n in names) for key, names in model.param_groups().items()}
+    return {
+        "settings": settings, "from_step": step, "git": commit.decode().strip() + ("+changes" if changes else ""),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__}, "device": device_name,
+        "threads": torch.get_num_threads(), "world": world, "dtype": dtype, "compile": compile,
+        "params": {"all": model.num_params(), **groups},
+        "tokens_per_step": tokens_per_step, "flops_per_step": flops_per_step, "max_iters": max_iters,
+    }  # fmt: skip
+
+
+def log(record):
+    if main:
+        with open(log_path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+        if wandb_log and "step" in record:
+            wandb.log(record, step=record["step"])
+
+
+def cpu_name():
+    names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()} x {len(names)}"
+
+
+PEAKS = {  # dense bf16 FLOP/s from the data sheets; a device that is not here has no MFU
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A40": 150e12,
+    "A10G": 70e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "RTX 6000 Ada": 364e12,
+}  # fmt: skip
+if device.type == "cuda":
+    device_name = torch.cuda.get_device_name(device)
+else:
+    device_name = cpu_name() if os.path.exists("/proc/cpuinfo") else platform.processor()
+peak = next((flops for name, flops in PEAKS.items() if name in device_name and dtype == "bfloat16"), None)
+
+
+def memory():
+    """Peak so far, in GB"""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "linux" else 1e9)
+
+
+header = run_header()
+if main:
+    os.makedirs(out_dir, exist_ok=True)
+    if init_from == "resume":  # what was logged behind the checkpoint is about to be done again
+        lines = [line for line in open(log_path) if json.loads(line).get("step", 0) <= step]
+        with atomic(log_path) as file:
+            file.write("".join(lines).encode())
+    echo(settings)
+    print(f"{header['params']['all']:,} parameters: " + ", ".join(f"{v:,} {k}" for k, v in header["params"].items() if k != "all"))
+    print(f"{device_name}, {dtype}, compile={compile}, {world} rank(s) x {micro_steps} micro-step(s) x {batch_size} x "
+          f"{config.block_size} = {tokens_per_step:,} tokens a step, {flops_per_step:.3g} FLOPs, {max_iters} steps")  # fmt: skip
+    if wandb_log:
+        import wandb
+
+        wandb.init(project=wandb_project, name=out_dir, config=settings)
+log({"run": header})
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+
+stopping = False  # a signal says so at any time, the end of a step looks
+
+
+def on_signal(number, frame):
+    global stopping
+    stopping = True
+
+
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, on_signal)
+
+
+def validate():
+    with autocast:
+        return evaluate(model, val_windows, eval_tokens, batch_size, device, rank, world)
+
+
+def due(interval):
+    return interval > 0 and step % interval == 0
+
+
+def show(record, eta):
+    if main:
+        val = "" if record["val_loss"] is None else f" | val {record['val_loss']:.4f}"
+        mfu = "" if record["mfu"] is None else f" | mfu {record['mfu']:.1%}"
+        bad = f" | not finite, skipped: {bad_steps} in a row" if bad_steps else ""
+        minutes, seconds = divmod(round(eta), 60)
+        print(f"step {step}/{max_iters} | loss {record['loss'] or math.nan:.4f}{val} | lr {record['lr']:.2e} | norm "
+              f"{record['grad_norm'] or math.nan:.2f} | {record['tok_s']:,.0f} tok/s{mfu} | {record['mem_gb']:.1f} GB | ETA "
+              f"{minutes}:{seconds:02d}{bad}", flush=True)  # fmt: skip
+
+
+if step == 0 and eval_interval:
+    val_loss = validate()
+    log({"step": 0, "tokens": 0, "val_loss": val_loss, "flops": 0})
+    if main:
+        print(f"step 0 | val {val_loss:.4f}")
+
+stopped, busy, since = False, 0.0, step
+while step < max_iters and not stopped:
+    began = time.perf_counter()
+    factor = learning_rate_factor(step)
+    for group in (group for opt in optimizers for group in opt.param_groups):
+        group["lr"] = group["peak"] * factor
+    torch.manual_seed(hash((seed, step, rank)))  # dropout too is a function of the step: no state to save
+    status = torch.zeros(2, device=device)  # the loss, and whether this rank was told to stop
+    for micro in range(micro_steps):
+        sync_gradients(micro == micro_steps - 1)
+        x, y = loader.batch(step, micro)
+        with autocast:
+            loss = net(x, y)[1] / micro_steps
+        loss.backward()
+        status[0] += loss.detach()
+    status[1] = stopping
+    if world > 1:
+        dist.all_reduce(status)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    loss, stopped, norm = (*(status / world).tolist(), float(norm))  # a step's one wait for the device: see below
+    good = math.isfinite(loss) and math.isfinite(norm)
+    if good:
+        for opt in optimizers:
+            opt.step()
+        bad_steps = 0
+    else:  # an update cannot be taken back, so it waits until its gradient is known to be good
+        bad_steps += 1
+    step += 1
+    record = {
+        "step": step, "tokens": step * tokens_per_step, "loss": loss if good else None, "val_loss": None,
+        "lr": learning_rate * factor, "grad_norm": norm if good else None, "tok_s": None, "mfu": None, "flops": step * flops_per_step,
+        "mem_gb": memory(), "bad_steps": bad_steps,
+    }  # fmt: skip
+    if log_grad_norms and due(log_interval):
+        record["grad_norms"] = {n: float(whole(p.grad.norm())) for n, p in model.named_parameters()}
+    for opt in optimizers:
+        opt.zero_grad(set_to_none=True)
+    busy += time.perf_counter() - began
+    last = bool(stopped) or step == max_iters
+    if eval_interval and (due(eval_interval) or last):
+        record["val_loss"] = validate()
+    if last or bad_steps or record["val_loss"] is not None or due(log_interval):
+        record["tok_s"] = (step - since) * tokens_per_step / busy
+        record["mfu"] = record["tok_s"] / tokens_per_step * flops_per_step / (peak * world) if peak else None
+        show(record, eta=busy / (step - since) * (max_iters - step))
+        log(record)
+        since, busy = step, 0.0
+    if bad_steps >= max_bad_steps:
+        fail(f"{bad_steps} steps in a row, up to step {step}, had a loss or gradient that is not finite; the last good "
+             f"checkpoint is untouched: go on from it with a lower learning_rate, or look at the data")  # fmt: skip
+    if (record["val_loss"] or math.inf) < best_val_loss:
+        best_val_loss = record["val_loss"]
+        save("ckpt_best.pt")
+    if due(keep_interval):
+        save(f"ckpt_{step:06d}.pt")
+    if due(save_interval) or last:
+        save("ckpt.pt")
+
+if main and stopped:
+    print(f"stopped by a signal at step {step}, saved: --init_from=resume goes on from here")
+if world > 1:
+    dist.destroy_process_group()
