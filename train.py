@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import shutil
 import signal
@@ -34,7 +35,7 @@ data_dir = "data/python"  # shards that prepare_c4.py made
 out_dir = "out"  # checkpoints and log.jsonl
 init_from = "scratch"  # scratch; resume from out_dir; auto: resume if there is something to; or a checkpoint's path
 # how long, and on how much
-max_iters = 1000  # optimizer steps
+max_iters = 700  # optimizer steps
 flops_budget: float | None = None  # training FLOPs to spend, in place of max_iters
 batch_size = 8  # sequences a micro-step on each rank
 gradient_accumulation_steps = 1  # micro-steps that make a step, over all ranks together
@@ -50,16 +51,16 @@ beta2 = 0.95  # adamw
 grad_clip = 1.0  # largest norm of the whole gradient; 0: any
 schedule = "cosine"  # how the learning rate falls: cosine, or wsd: constant, then linear over the last wsd_share
 wsd_share = 0.2  # wsd: share of the steps that decay
-warmup_iters = 50  # steps of linear warm-up
+warmup_iters: int | float = 50  # steps of linear warm-up; a float is a share of all steps
 lr_decay_iters: int | None = None  # step at which the learning rate reaches min_lr; None: the last
 min_lr: float | None = None  # where the learning rate ends; None: a tenth of learning_rate
 max_bad_steps = 5  # give up after so many steps in a row with a loss or gradient that is not finite
 # what is seen and kept
-eval_interval = 250  # steps between evaluations; 0: never
-eval_tokens = 131072  # validation tokens, the same ones every time
+eval_interval = 100  # steps between evaluations; 0: never
+eval_tokens = 65536  # validation tokens, the same ones every time
 log_interval = 10  # steps between lines
 log_grad_norms = False  # also the gradient norm of every parameter
-save_interval = 250  # steps between writes of ckpt.pt; the last step is always written; 0: only that
+save_interval = 100  # steps between writes of ckpt.pt; the last step is always written; 0: only that
 keep_interval = 0  # steps between checkpoints that stay, ckpt_000250.pt and so on; 0: none
 wandb_log = False  # send the records to wandb as well
 wandb_project = "residual"  # project there
@@ -102,8 +103,12 @@ if device.type == "cuda":
 if dtype == "auto":  # these private checks are the only ones that torch 2.11 to 2.13 have for a CPU
     cpu_has_it = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     dtype = "bfloat16" if (torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_it) else "float32"
+if shard == "fsdp" and world == 1:
+    fail("shard='fsdp' needs several processes: start it with torchrun")
 if compile is None:
     compile = device.type == "cuda" or (sys.platform == "linux" and shutil.which("g++") is not None)
+if compile and device.type == "cpu" and shutil.which("g++") is None:
+    fail("compile=True needs a C++ compiler on a CPU: install g++, or --compile=False")
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,9 +149,10 @@ if init_from != "resume" and (os.path.exists(ckpt_path) or os.path.exists(log_pa
 if init_from != "scratch":
     path = ckpt_path if init_from == "resume" else init_from
     if not os.path.exists(path):
-        fail(f"{path}: no such checkpoint to start from")
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    differs = [f"{k}={v!r}, not {getattr(config, k)!r}" for k, v in saved["config"].items() if v != getattr(config, k)]
+        fail(f"{path}: no such checkpoint; init_from is scratch, resume, auto or a checkpoint's path")
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    free = {"dropout", "init", "init_scale", "init_out"} | (set() if init_from == "resume" else {"block_size"})
+    differs = [f"{k}={v!r}, not {settings[k]!r}" for k, v in saved["config"].items() if v != settings[k] and k not in free]
     if differs:
         fail(f"{path} was trained with {'; '.join(differs)}")
     if saved["meta"]["tokenizer_sha256"] != meta["tokenizer_sha256"]:
@@ -171,7 +177,7 @@ if shard == "fsdp":  # float32 shards are gathered, so that the numbers are thos
 else:
     model.to(device)
     if world > 1:
-        net = DDP(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+        net = DDP(model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
 
 
 def sync_gradients(on):
@@ -206,11 +212,12 @@ def make_optimizers():
 def learning_rate_factor(step):
     """Share of the peak learning rate at a step: warm-up, then cosine or a linear end, down to min_lr"""
     last, floor = lr_decay_iters or max_iters, 0.1 if min_lr is None else min_lr / learning_rate
-    if step < warmup_iters:
-        return (step + 1) / (warmup_iters + 1)
+    warm = warmup_iters if isinstance(warmup_iters, int) else round(warmup_iters * last)
+    if step < warm:
+        return (step + 1) / (warm + 1)
     if schedule == "wsd":
         return 1 - (1 - floor) * min(1, max(0, 1 - (last - step) / (wsd_share * last)))
-    done = min(1, (step - warmup_iters) / max(1, last - warmup_iters))
+    done = min(1, (step - warm) / max(1, last - warm))
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
 
 
@@ -256,13 +263,20 @@ def save(name):
         dist.barrier()
 
 
+def git(*args):
+    """What git says of this directory; nothing where there is no git"""
+    try:
+        return subprocess.run(["git", *args], cwd=os.path.dirname(__file__) or ".", capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
 def run_header():
     """What ran, so that a result can be had again from its log alone"""
-    git = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain"]]
-    commit, changes = (subprocess.run(c, cwd=os.path.dirname(__file__) or ".", capture_output=True).stdout for c in git)
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
     groups = {key: sum(model.get_parameter(n).numel() for n in names) for key, names in model.param_groups().items()}
     return {
-        "settings": settings, "from_step": step, "git": commit.decode().strip() + ("+changes" if changes else ""),
+        "settings": settings, "from_step": step, "git": commit + ("+changes" if changes else ""),
         "versions": {"python": platform.python_version(), "torch": torch.__version__}, "device": device_name,
         "threads": torch.get_num_threads(), "world": world, "dtype": dtype, "compile": compile,
         "params": {"all": model.num_params(), **groups},
@@ -278,24 +292,19 @@ def log(record):
             wandb.log(record, step=record["step"])
 
 
-def cpu_name():
-    names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()} x {len(names)}"
-
-
 PEAKS = {  # dense bf16 FLOP/s from the data sheets; a device that is not here has no MFU
     "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A40": 150e12,
-    "A10G": 70e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "RTX 6000 Ada": 364e12,
+    "A10G": 70e12, "L4": 121e12, "RTX 6000 Ada": 364e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
 if device.type == "cuda":
     device_name = torch.cuda.get_device_name(device)
 else:
-    device_name = cpu_name() if os.path.exists("/proc/cpuinfo") else platform.processor()
+    cpuinfo = open("/proc/cpuinfo").read() if os.path.exists("/proc/cpuinfo") else ""
+    device_name = re.findall(r"model name\s*: (.*)", cpuinfo + f"model name : {platform.processor()}")[0]
 peak = next((flops for name, flops in PEAKS.items() if name in device_name and dtype == "bfloat16"), None)
 
 
-def memory():
-    """Peak so far, in GB"""
+def peak_memory_gb():
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "linux" else 1e9)
@@ -305,7 +314,7 @@ header = run_header()
 if main:
     os.makedirs(out_dir, exist_ok=True)
     if init_from == "resume":  # what was logged behind the checkpoint is about to be done again
-        lines = [line for line in open(log_path) if json.loads(line).get("step", 0) <= step]
+        lines = [line for line in open(log_path) if line.endswith("\n") and json.loads(line).get("step", 0) <= step]
         with atomic(log_path) as file:
             file.write("".join(lines).encode())
     echo(settings)
@@ -327,6 +336,7 @@ stopping = False  # a signal says so at any time, the end of a step looks
 def on_signal(number, frame):
     global stopping
     stopping = True
+    signal.signal(number, signal.SIG_DFL)  # a second one means now
 
 
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -379,7 +389,7 @@ while step < max_iters and not stopped:
         dist.all_reduce(status)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    loss, stopped, norm = (*(status / world).tolist(), float(norm))  # a step's one wait for the device: see below
+    loss, stopped, norm = torch.cat((status / world, norm.view(1))).tolist()  # a step's one wait for the device
     good = math.isfinite(loss) and math.isfinite(norm)
     if good:
         for opt in optimizers:
@@ -391,7 +401,7 @@ while step < max_iters and not stopped:
     record = {
         "step": step, "tokens": step * tokens_per_step, "loss": loss if good else None, "val_loss": None,
         "lr": learning_rate * factor, "grad_norm": norm if good else None, "tok_s": None, "mfu": None, "flops": step * flops_per_step,
-        "mem_gb": memory(), "bad_steps": bad_steps,
+        "mem_gb": peak_memory_gb(), "bad_steps": bad_steps,
     }  # fmt: skip
     if log_grad_norms and due(log_interval):
         record["grad_norms"] = {n: float(whole(p.grad.norm())) for n, p in model.named_parameters()}

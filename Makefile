@@ -1,0 +1,19 @@
+# make train: from nothing to a trained model, a figure of its loss and a sample. make test: the tests.
+PYTHON ?= python3
+RUN = .venv/bin/python
+
+train: .venv/ready
+	$(RUN) prepare_c4.py
+	$(RUN) train.py --out_dir=out/default --init_from=auto
+	$(RUN) plot.py loss out/default/loss.png out/default
+	$(RUN) eval.py --out_dir=out/default --what=sample
+
+test: .venv/ready
+	$(RUN) -m pytest -q test_all.py
+
+.venv/ready: requirements.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet -r requirements.txt
+	touch $@
+
+.PHONY: train test

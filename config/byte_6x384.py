@@ -1,0 +1,13 @@
+"""
+The byte-level shape that nanoGPT users know, on the embedded corpus: the baseline check of README.
+python train.py config/byte_6x384.py
+"""
+
+out_dir = "out/byte_6x384"
+
+n_layer = 6
+n_head = 6
+n_embd = 384
+batch_size = 16
+max_iters = 300
+learning_rate = 2e-3

@@ -1,0 +1,24 @@
+"""
+The Llama-like 374M shape of the norm papers on C4, 50000 steps of 32 x 1024 tokens; how it is trained is in published_*.py:
+torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py config/published_prenorm.py
+"""
+
+data_dir = "data/c4"
+out_dir = "out/llama_374m"
+init_from = "auto"
+
+n_layer = 16
+n_head = 16
+n_kv_head = 4
+n_embd = 1024
+n_hidden = 4096
+block_size = 1024
+vocab_size = 50304
+activation = "swiglu"
+rope_base = 500000.0
+
+batch_size = 32
+total_batch_tokens = 32768
+max_iters = 50000
+eval_interval = 1000
+eval_tokens = 10485760

@@ -1,0 +1,26 @@
+"""
+The Llama-like 3B shape of the norm papers on C4, 60000 steps of 32 x 1024 tokens; how it is trained is in published_*.py:
+torchrun --standalone --nproc_per_node=8 train.py config/llama_3b.py config/published_prenorm.py
+"""
+
+data_dir = "data/c4"
+out_dir = "out/llama_3b"
+init_from = "auto"
+
+n_layer = 28
+n_head = 24
+n_kv_head = 8
+n_embd = 3072
+n_hidden = 8192
+block_size = 1024
+vocab_size = 50304
+activation = "swiglu"
+rope_base = 500000.0
+dyt_alpha = (0.2, 0.05, 0.05)  # what DyT wants at this size
+shard = "fsdp"
+
+batch_size = 4
+total_batch_tokens = 32768
+max_iters = 60000
+eval_interval = 1000
+eval_tokens = 10485760

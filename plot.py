@@ -1,0 +1,106 @@
+"""
+Figures from logs: python plot.py FIGURE OUT.png RUN [RUN ...]
+
+    loss       validation loss against tokens, from each RUN/log.jsonl
+    variance   variance of the stream behind each block, from each RUN/eval.json
+
+Runs that differ only in their seed become one line, their mean, with a band from the least to the most. The same input
+gives the same bytes. A missing file is an error. Writes OUT.png and OUT.svg.
+"""
+
+import json
+import os
+import sys
+
+COLOURS = {  # Okabe and Ito's eight, told apart by the colour-blind, and the same mode has the same one everywhere
+    "prenorm": "#000000", "perinorm": "#0072B2", "postnorm": "#D55E00", "lns": "#009E73", "dyt": "#E69F00", "none": "#CC79A7",
+}  # fmt: skip
+
+
+def need(path):
+    if not os.path.exists(path):
+        raise SystemExit(f"plot.py: {path} is missing")
+    return open(path)
+
+
+def read_log(run):
+    """The settings of a run and its records, one a step"""
+    lines = [json.loads(line) for line in need(os.path.join(run, "log.jsonl"))]
+    settings = next(line["run"]["settings"] for line in lines if "run" in line)
+    return settings, [line for line in lines if "step" in line]
+
+
+def read_eval(run, part):
+    report = json.load(need(os.path.join(run, "eval.json")))
+    if part not in report:
+        raise SystemExit(f"plot.py: {run}/eval.json has no {part}: python eval.py --out_dir={run} --what={part}")
+    return report[part]
+
+
+def grouped(runs):
+    """{label: (residual, runs)}: a label says which settings tell these runs apart, the seed aside"""
+    settings = {run: read_log(run)[0] for run in runs}
+    keys = [k for k in settings[runs[0]] if len({str(s[k]) for s in settings.values()}) > 1]
+    keys = [k for k in keys if k not in ("seed", "out_dir", "init_from")]
+    groups = {}
+    for run, s in settings.items():
+        label = ", ".join(str(s[k]) if k == "residual" else f"{k}={s[k]}" for k in keys) or s["residual"]
+        groups.setdefault(label, (s["residual"], []))[1].append(run)
+    return groups
+
+
+def draw(axes, runs, curve):
+    """One line a group of runs; curve: run -> (x, y)"""
+    for label, (residual, members) in grouped(runs).items():
+        xs, ys = zip(*map(curve, members))
+        x, n = xs[0], min(map(len, ys))
+        columns = [[y[i] for y in ys] for i in range(n)]
+        line = axes.plot(x[:n], [sum(c) / len(c) for c in columns], color=COLOURS.get(residual), label=label, lw=1.5)[0]
+        if len(members) > 1:
+            axes.fill_between(x[:n], [*map(min, columns)], [*map(max, columns)], color=line.get_color(), alpha=0.2, lw=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def loss(axes, runs):
+    def curve(run):
+        points = [(r["tokens"] / 1e6, r["val_loss"]) for r in read_log(run)[1] if r["val_loss"] is not None]
+        return zip(*points)
+
+    draw(axes, runs, curve)
+    axes.set(xlabel="million tokens", ylabel="validation loss (nats a token)")
+
+
+def variance(axes, runs):
+    def curve(run):
+        values = read_eval(run, "depth")["variance"]
+        return range(len(values)), values
+
+    draw(axes, runs, curve)
+    axes.set(xlabel="block", ylabel="variance of the stream", yscale="log")
+
+
+FIGURES = {"loss": loss, "variance": variance}
+
+
+def main(figure, out, *runs):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "residual", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    import matplotlib.pyplot as plt
+
+    if figure not in FIGURES:
+        raise SystemExit(f"plot.py: there is no figure {figure!r}: choose one of {', '.join(FIGURES)}")
+    fig, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    FIGURES[figure](axes, runs)
+    stem = os.path.splitext(out)[0]
+    fig.savefig(stem + ".png", dpi=150, metadata={"Software": None})
+    fig.savefig(stem + ".svg", metadata={"Date": None})
+    print(f"{stem}.png {stem}.svg")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        raise SystemExit(__doc__)
+    main(*sys.argv[1:])

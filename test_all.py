@@ -1,0 +1,984 @@
+"""The tests: each concept against something independent. python -m pytest -q test_all.py"""
+
+import ast
+import base64
+import dataclasses
+import glob
+import gzip
+import itertools
+import json
+import math
+import os
+import random
+import re
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import configurator
+import eval as ask
+import model as model_file
+import norms
+import plot
+import prepare_c4
+from model import GPT, RESIDUALS, GPTConfig
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64)
+TINY_RUN = (
+    "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=4 --max_iters=6 --warmup_iters=2 --eval_tokens=512 "
+    "--eval_interval=3 --log_interval=1 --device=cpu --dtype=float32 --compile=False"
+).split()
+
+
+def tiny(**changes):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**{**TINY, **changes}))
+
+
+def some_ids(rows=2, T=32, vocab=64, seed=1):
+    return torch.randint(vocab, (rows, T), generator=torch.Generator().manual_seed(seed))
+
+
+def shaken(model):
+    """Move every parameter off its start, so that no gain is 1 and no output projection is small."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings
+
+SCRIPT = '''
+"""A script."""
+import sys
+CONSTANT = 3
+steps = 10  # how many
+rate = 0.5  # how fast
+name = "a"  # what
+deep = False  # whether
+pair = (1, 2)  # which
+budget: float | None = None  # how much
+settings = configure(globals())
+later = 1
+'''
+
+
+@dataclasses.dataclass
+class Shape:
+    width: int = 4  # how wide
+
+
+def configure(tmp_path, *argv):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    namespace = {"__file__": str(path), "__doc__": "A script."}
+    return configurator.configure(namespace, Shape, argv=list(argv)), namespace
+
+
+def test_settings_take_values_of_their_type(tmp_path):
+    argv = "--steps=1e3 --rate=1 --name=b=c --deep=True --pair=(3,4) --budget=2 --width=8".split()
+    values, namespace = configure(tmp_path, *argv)
+    assert values == dict(steps=1000, rate=1.0, name="b=c", deep=True, pair=(3, 4), budget=2.0, width=8)
+    assert type(values["steps"]) is int and type(values["rate"]) is float and namespace["steps"] == 1000
+    assert "width" not in namespace
+    assert configure(tmp_path, "--budget=1", "--budget=None")[0]["budget"] is None
+    assert configure(tmp_path, "--name=7")[0]["name"] == "7"
+    assert configure(tmp_path)[0]["steps"] == 10
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ("--step=3", "no setting 'step'; the nearest is 'steps'"),
+        ("--later=3", "no setting 'later'"),
+        ("--CONSTANT=4", "no setting 'CONSTANT'"),
+        ("--steps=1.5", "steps expects int, got 1.5 (float)"),
+        ("--steps=True", "steps expects int, got True (bool)"),
+        ("--steps=None", "steps expects int, got None"),
+        ("--deep=1", "deep expects bool, got 1 (int)"),
+        ("--budget=lots", "budget expects float or None, got 'lots' (str)"),
+        ("--steps", "--steps: write it as --key=value"),
+        ("nowhere.py", "nowhere.py: not a readable config file"),
+    ],
+)
+def test_settings_refuse_with_a_line_that_says_what_to_do(tmp_path, argv, message):
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        configure(tmp_path, argv)
+
+
+def test_config_files_are_read_and_never_run(tmp_path):
+    file = tmp_path / "x.py"
+    file.write_text('"""Settings"""\nsteps = 5\nwidth = 6\n')
+    values, _ = configure(tmp_path, str(file), "--steps=7")
+    assert values["steps"] == 7 and values["width"] == 6
+    for text, message in (("stps = 5", "x.py: there is no setting 'stps'"), ("steps = open('y')", "x.py, line 1: expected key")):
+        file.write_text(text)
+        with pytest.raises(SystemExit, match=re.escape(message)):
+            configure(tmp_path, str(file))
+
+
+def test_help_shows_every_setting_with_default_and_comment(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        configure(tmp_path, "--help")
+    text = capsys.readouterr().out
+    assert not stop.value.code
+    for part in ("--steps=10", "how many", "--budget=None", "how much", "--width=4", "how wide"):
+        assert part in text
+
+
+@pytest.mark.parametrize("script", ["train.py", "eval.py", "bench.py", "prepare_c4.py"])
+def test_every_setting_is_declared_once_and_has_a_comment(script):
+    settings = configurator.read_settings(open(os.path.join(HERE, script)).read())
+    assert settings and all(s.comment for s in settings.values())
+    shape = configurator.read_settings(open(model_file.__file__).read(), of="GPTConfig")
+    assert list(shape) == [f.name for f in dataclasses.fields(GPTConfig)] and all(s.comment for s in shape.values())
+    if script == "train.py":
+        assert not set(settings) & set(shape)
+
+
+@pytest.mark.parametrize("path", sorted(glob.glob(os.path.join(HERE, "config", "*.py"))))
+def test_every_config_builds_its_model(path):
+    namespace = {"__file__": os.path.join(HERE, "train.py")}
+    values = configurator.configure(namespace, GPTConfig, argv=[path])
+    config = GPTConfig(**{f.name: values[f.name] for f in dataclasses.fields(GPTConfig)})
+    with torch.device("meta"):
+        assert GPT(config).num_params() > 1e6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model against one written again from the equations, in float64
+
+
+def naive(model, idx):
+    """The forward from the formulas, token by token and head by head, with nothing of the project's but its parameters"""
+    c, P = model.config, {n: p.detach().double() for n, p in model.named_parameters()}
+    C, D, G = c.n_embd, c.n_embd // c.n_head, c.n_kv_head or c.n_head
+
+    def norm(x, at):
+        if c.norm == "none":
+            return x
+        if c.norm == "layer":
+            x = x - x.sum(-1, keepdim=True) / C
+        y = P[at + ".gain"] * x / torch.sqrt((x * x).sum(-1, keepdim=True) / C + c.norm_eps)
+        return y + P[at + ".shift"] if at + ".shift" in P else y
+
+    def dyt(x, at):
+        return P[at + ".gain"] * torch.tanh(P[at + ".alpha"] * x) + P[at + ".shift"]
+
+    def linear(x, at):
+        y = x @ P[at + ".weight"].T
+        return y + P[at + ".bias"] if at + ".bias" in P else y
+
+    def turn(v, t, at):
+        if c.qk_norm:
+            v = P[at] * v / torch.sqrt((v * v).mean(-1, keepdim=True) + c.norm_eps)
+        out = torch.empty_like(v)
+        for i in range(D // 2):
+            a = t * c.rope_base ** (-2 * i / D)
+            out[..., i] = v[..., i] * math.cos(a) - v[..., i + D // 2] * math.sin(a)
+            out[..., i + D // 2] = v[..., i + D // 2] * math.cos(a) + v[..., i] * math.sin(a)
+        return out
+
+    def attention(h, b):
+        at, T = f"blocks.{b}.attn", h.size(1)
+        q, k, v = (linear(h, f"{at}.w{x}") for x in "qkv")
+        y = torch.zeros_like(q)
+        for head in range(c.n_head):
+            own, shared = slice(head * D, head * D + D), slice((head * G // c.n_head) * D, (head * G // c.n_head) * D + D)
+            Q = torch.stack([turn(q[:, t, own], t, f"{at}.q_norm.gain") for t in range(T)], 1)
+            K = torch.stack([turn(k[:, t, shared], t, f"{at}.k_norm.gain") for t in range(T)], 1)
+            for t in range(T):
+                p = torch.softmax((Q[:, t, None] * K[:, : t + 1]).sum(-1) / math.sqrt(D), -1)
+                y[:, t, own] = (p[..., None] * v[:, : t + 1, shared]).sum(1)
+        return linear(y, f"{at}.wo")
+
+    def mlp(h, b):
+        at = f"blocks.{b}.mlp"
+        act = {
+            "gelu": lambda z: 0.5 * z * (1 + torch.erf(z / math.sqrt(2))), "relu": lambda z: z.clamp(min=0),
+            "silu": lambda z: z / (1 + torch.exp(-z)), "swiglu": lambda z: z / (1 + torch.exp(-z)),
+        }[c.activation]  # fmt: skip
+        up = linear(h, at + ".up")
+        return linear(act(linear(h, at + ".gate")) * up if c.activation == "swiglu" else act(up), at + ".down")
+
+    x = P["embed.weight"][idx]
+    x = norm(x, "ends.norm_in") if c.residual == "perinorm" else P["ends.scale"] * x if c.residual == "dyt" else x
+    s = 1 / math.sqrt(c.n_layer) if c.branch_scale == "depth" else 1
+    for b, (f, name) in itertools.product(range(c.n_layer), ((attention, "attn"), (mlp, "mlp"))):
+        at = f"blocks.{b}.{name}_residual.norm"
+        x = {
+            "none": lambda: norm(s * f(x, b), at), "postnorm": lambda: norm(x + s * f(x, b), at),
+            "prenorm": lambda: x + s * f(norm(x, at), b), "perinorm": lambda: x + s * norm(f(norm(x, at), b), at + "_out"),
+            "lns": lambda: x + s * f(norm(x, at) / math.sqrt(b + 1), b), "dyt": lambda: x + s * f(dyt(x, at), b),
+        }[c.residual]()  # fmt: skip
+    if c.residual in ("prenorm", "perinorm", "lns"):
+        x = norm(x, "ends.norm")
+    x = dyt(x, "ends.norm") if c.residual == "dyt" else x
+    return x @ P["embed.weight" if c.tied else "head.weight"].T
+
+
+VARIANTS = [
+    *[dict(residual=r) for r in RESIDUALS],
+    *[dict(residual=r, norm=n) for r in ("prenorm", "postnorm", "perinorm", "lns") for n in ("layer", "none")],
+    dict(norm="layer", bias=True), dict(activation="relu"), dict(activation="silu"), dict(activation="swiglu", tied=False),
+    dict(n_head=4, n_kv_head=2, qk_norm=True), dict(residual="perinorm", branch_scale="depth", n_layer=3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_model_equals_the_equations(changes):
+    model = shaken(tiny(**{"n_embd": 16, **changes})).double()
+    D, base = model.config.n_embd // model.config.n_head, model.config.rope_base
+    angle = torch.tensor([[t * base ** (-2 * i / D) for i in range(D // 2)] for t in range(32)], dtype=torch.float64)
+    torch.testing.assert_close(model.cos.float(), angle.cos().float())
+    model.cos, model.sin = angle.cos(), angle.sin()  # the model keeps these in float32
+    idx = some_ids(T=7)
+    torch.testing.assert_close(model(idx)[0], naive(model, idx), rtol=1e-9, atol=1e-9)
+
+
+def test_loss_is_the_mean_cross_entropy_and_ignores_minus_one():
+    model, idx = tiny(), some_ids()
+    targets = idx.roll(-1, 1)
+    targets[0, :5] = -1
+    logits, loss = model(idx, targets)
+    p = logits.softmax(-1)
+    picked = [-p[b, t, targets[b, t]].log() for b in range(2) for t in range(32) if targets[b, t] >= 0]
+    torch.testing.assert_close(loss, torch.stack(picked).mean())
+    assert model(idx)[1] is None
+
+
+def test_dyt_equals_the_golden():
+    z = np.load(os.path.join(HERE, "goldens", "dyt.npz"))
+    dyt = norms.DyT(32, 1.0)
+    with torch.no_grad():
+        for name, key in (("alpha", "alpha"), ("gain", "gamma"), ("shift", "beta")):
+            getattr(dyt, name).copy_(torch.from_numpy(z[key]))
+    torch.testing.assert_close(dyt(torch.from_numpy(z["x"])), torch.from_numpy(z["out"]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm, reference", [(norms.RMSNorm, F.rms_norm), (norms.LayerNorm, F.layer_norm)])
+def test_norms_take_their_statistics_in_float32_and_keep_the_dtype(norm, reference):
+    x = torch.randn(5, 64, dtype=torch.float64) * 1e-3
+    module = norm(64, eps=1e-6).double()
+    module.reset_parameters()
+    torch.testing.assert_close(module(x), reference(x, (64,), eps=1e-6), rtol=1e-12, atol=1e-12)
+    y = module.bfloat16()(x.bfloat16())
+    exact = reference(x.bfloat16().float(), (64,), eps=1e-6)
+    assert y.dtype == torch.bfloat16 and (y.float() - exact).abs().max() <= exact.abs().max() * 2**-8
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_no_logit_sees_a_later_token(residual):
+    model, idx = shaken(tiny(residual=residual)).eval(), some_ids()
+    before = model(idx)[0]
+    for t in (0, 1, 3, 7, 15, 30):
+        other = idx.clone()
+        other[:, t + 1 :] = (other[:, t + 1 :] + 1 + t) % 64
+        torch.testing.assert_close(model(other)[0][:, : t + 1], before[:, : t + 1])
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("chunks", [[1] * 12, [5, 3, 1, 3], [12]], ids=str)
+def test_cached_decoding_equals_the_full_forward(residual, chunks):
+    model, idx = shaken(tiny(residual=residual, n_head=4, n_kv_head=2, qk_norm=True)).eval(), some_ids(T=12)
+    with torch.no_grad():
+        full = model(idx)[0]
+        cache = model_file.KVCache(model, 2, 20)
+        parts = [model(part, cache=cache)[0] for part in idx.split(chunks, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-4, atol=1e-5)
+
+
+def test_generate():
+    model, idx = shaken(tiny()), some_ids(T=4)
+    text = idx
+    for _ in range(20):
+        text = torch.cat((text, model(text)[0][:, -1:].argmax(-1)), 1)
+    assert torch.equal(model.generate(idx, 20, temperature=0), text)
+    assert torch.equal(model.generate(idx, 20, top_k=1), text)
+    assert torch.equal(model.generate(idx, 20, top_p=1e-6), text)
+    assert model.generate(idx, 100, temperature=0).shape == (2, 104)  # far past the window of 32
+    assert model.generate(idx, 50, n_vocab=10, temperature=5.0)[:, 4:].max() < 10
+    stop = int(text[0, 6])
+    out = model.generate(idx[:1], 20, temperature=0, stop=stop)
+    assert torch.equal(out, text[:1, : text[0, 4:].tolist().index(stop) + 5])
+    assert len(list(model.stream_tokens(idx, 5))) == 5
+
+
+def test_sampling_follows_the_distribution():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(20000, 4)
+    torch.manual_seed(0)
+
+    def shares(**how):
+        how = dict(temperature=1.0, top_k=None, top_p=None) | how
+        return torch.bincount(model_file.sample(logits, **how)[:, 0], minlength=4) / 20000
+
+    def near(p):
+        return pytest.approx(p, abs=0.02)
+
+    assert shares().tolist() == near([0.5, 0.3, 0.15, 0.05])
+    assert shares(top_k=2).tolist() == near([0.625, 0.375, 0, 0])
+    assert shares(top_p=0.7).tolist() == near([0.625, 0.375, 0, 0])
+    assert shares(temperature=0.5).tolist() == near([x / 0.365 for x in (0.25, 0.09, 0.0225, 0.0025)])
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_every_parameter_is_initialised_and_in_one_group(residual):
+    model = tiny(residual=residual, norm="rms" if residual == "dyt" else "layer", bias=True, qk_norm=True, activation="swiglu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(math.nan)
+    model.init_weights()
+    assert all(p.isfinite().all() for p in model.parameters())
+    groups = model.param_groups()
+    names = [n for group in groups.values() for n in group]
+    assert sorted(names) == sorted(n for n, _ in model.named_parameters())
+    assert all(model.get_parameter(n).ndim == 2 for n in groups["matrices"] + groups["embeddings"])
+    assert all(model.get_parameter(n).ndim == 1 for n in groups["vectors"])
+    assert len(groups["gates"]) == (6 if residual == "dyt" else 0)
+
+
+def test_a_parameter_without_a_rule_is_an_error():
+    model = tiny()
+    model.blocks[0].extra = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(RuntimeError, match="blocks.0.extra"):
+        model.init_weights()
+
+
+@pytest.mark.parametrize(
+    "how, std",
+    [
+        (dict(init="normal", init_scale=0.05), 0.05),
+        (dict(init="kaiming", activation="relu"), math.sqrt(2 / 256)),
+        (dict(init="kaiming", activation="gelu"), 1.7 / 16),
+        (dict(init="xavier"), math.sqrt(2 / (256 + 1024))),
+        (dict(init="uniform", init_scale=0.5), 0.5 / math.sqrt(3)),
+    ],
+    ids=str,
+)
+def test_initial_weights_have_the_variance_they_should(how, std):
+    model = tiny(n_embd=256, **how)
+    assert model.blocks[0].mlp.up.weight.std().item() == pytest.approx(std, rel=0.02)
+    down = {out: tiny(n_embd=256, init_out=out, **how).blocks[0].mlp.down.weight for out in ("plain", "scaled", "zero")}
+    torch.testing.assert_close(down["scaled"], down["plain"] / 2)  # sqrt(2 n_layer) = 2
+    assert not down["zero"].any()
+    assert torch.equal(tiny(n_embd=256, residual="prenorm", **how).blocks[0].mlp.down.weight, down["scaled"])
+    assert torch.equal(tiny(n_embd=256, residual="lns", **how).blocks[0].mlp.down.weight, down["plain"])
+
+
+FLIPS = dict(
+    n_layer=3, n_head=4, n_kv_head=1, n_embd=64, n_hidden=48, vocab_size=65, residual="lns", norm="layer", norm_eps=0.1,
+    activation="swiglu", qk_norm=True, rope_base=100.0, tied=False, bias=True, dropout=0.5, init="xavier", init_scale=0.1,
+    init_out="plain", branch_scale="depth",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(GPTConfig)])
+def test_every_model_setting_changes_something(field):
+    if field == "block_size":
+        with pytest.raises(ValueError, match="33 tokens do not fit into block_size=32"):
+            tiny()(some_ids(T=33))
+        return
+    base = dict(residual="dyt") if field == "dyt_alpha" else {}
+    change = {field: (2.0, 0.1, 0.3)} if field == "dyt_alpha" else {field: FLIPS[field]}
+    one, two = tiny(**base), tiny(**base, **change)
+    idx = some_ids()
+    torch.manual_seed(3)
+    losses = [m(idx, idx.roll(-1, 1))[1].item() for m in (one, two)]
+    assert one.num_params() != two.num_params() or losses[0] != losses[1]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(residual="prenrm"), "residual='prenrm': choose one of none, postnorm, prenorm"),
+        (dict(norm="batch"), "norm='batch': choose one of rms, layer, none"),
+        (dict(activation="tanh"), "activation='tanh': choose one of gelu"),
+        (dict(init="zeros"), "init='zeros': choose one of normal"),
+        (dict(init_out="small"), "init_out='small': choose one of scaled"),
+        (dict(branch_scale="two"), "branch_scale='two': choose one of one, depth"),
+        (dict(residual="dyt", norm="layer"), "residual='dyt' does not use norm"),
+        (dict(residual="none", branch_scale="depth"), "residual='none' does not use branch_scale"),
+        (dict(n_head=3), "n_embd=32 does not divide into n_head=3 heads"),
+        (dict(n_head=32), "is odd"),
+        (dict(n_head=4, n_kv_head=3), "n_head=4 query heads do not divide over n_kv_head=3"),
+        (dict(n_layer=0), "n_layer=0"),
+        (dict(dropout=1.0), "dropout=1.0"),
+        (dict(dyt_alpha=(1.0,)), "three starts"),
+    ],
+    ids=str,
+)
+def test_bad_names_and_shapes_raise_when_the_model_is_built(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tiny(**changes)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(n_head=4, n_kv_head=1), dict(activation="swiglu", tied=False)], ids=str)
+def test_flops_are_those_that_torch_counts(changes):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, idx = tiny(**changes), some_ids()
+    counter = FlopCounterMode(display=False)
+    with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(idx, idx)[1].backward()
+    counts = counter.get_flop_counts()["Global"]
+    attention = sum(v for k, v in counts.items() if "bmm" in str(k))
+    full = 2 * 32 / 33  # of T^2 scores, torch counts all and we count the T (T + 1) / 2 that a causal kernel computes
+    ours = 2 * 32 * model.flops_per_token()
+    assert ours == pytest.approx(sum(counts.values()) - attention + attention / full)
+    assert model.flops_per_token(backward=False) == model.flops_per_token() / 3
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_compiled_equals_eager_and_all_blocks_share_one_graph(residual):
+    idx = some_ids()
+    results = []
+    for compiled in (False, True):
+        model = shaken(tiny(residual=residual, n_layer=12))
+        if compiled:
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            for block in model.blocks:
+                block.compile(fullgraph=True)
+        logits, loss = model(idx, idx.roll(-1, 1))
+        loss.backward()
+        results.append([logits.detach(), *(p.grad for p in model.parameters())])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # at most the first block apart from the rest
+    for eager, fused in zip(*results):
+        torch.testing.assert_close(fused, eager, rtol=1e-3, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def make_data(directory, *argv):
+    namespace = {"__file__": prepare_c4.__file__}
+    prepare_c4.prepare(configurator.configure(namespace, argv=[f"--data_dir={directory}", *argv]))
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A little of the embedded corpus"""
+    return make_data(tmp_path_factory.mktemp("data"), "--max_tokens=200000", "--max_val_tokens=20000", "--shard_tokens=60000")
+
+
+def tokens_of(directory, split):
+    meta = prepare_c4.read_meta(directory)
+    shards = [prepare_c4.open_shard(os.path.join(directory, s["file"]), meta) for s in meta["splits"][split]["shards"]]
+    return np.concatenate(shards), [len(s) for s in shards]
+
+
+TEXTS = [f"document {i}: " + "naïve <|endoftext|> 日本 " * (i % 7) for i in range(200)]
+
+
+def write_texts(directory):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    records = [json.dumps({"text": t, "url": f"https://example.org/{i}"}) for i, t in enumerate(TEXTS)]
+    (directory / "a.jsonl").write_text("\n".join(records))
+    with gzip.open(directory / "a.json.gz", "wt") as file:
+        file.write("\n".join(records))
+    pq.write_table(pa.table({"text": TEXTS, "url": [""] * len(TEXTS)}), directory / "a.parquet")
+    for i, text in enumerate(TEXTS[:20]):
+        (directory / f"{i:03d}.txt").write_text(text)
+
+
+def test_shards_hold_every_document_once_in_order_and_the_formats_agree(tmp_path):
+    write_texts(tmp_path)
+    train, val = ([t for t in TEXTS if prepare_c4.validates(t, 0.2) == v] for v in (False, True))
+    assert 10 < len(val) < 90
+    for source in ("a.jsonl", "a.json.gz", "a.parquet"):
+        argv = [f"--source={tmp_path / source}", "--tokenizer=bytes", "--val_share=0.2", "--shard_tokens=1000"]
+        directory = make_data(tmp_path / ("shards" + source), *argv)
+        for split, texts in (("train", train), ("val", val)):
+            tokens, sizes = tokens_of(directory, split)
+            assert sizes[:-1] == [1000] * (len(sizes) - 1) and len(sizes) > 1
+            assert tokens.tolist() == [b for t in texts for b in (*t.encode(), 256)]
+    directory = make_data(tmp_path / "txt", f"--source={tmp_path / '*.txt'}", "--tokenizer=bytes", "--val_share=0.0",
+                          f"--val_source={tmp_path / '00*.txt'}")  # fmt: skip
+    assert tokens_of(directory, "train")[0].tolist() == [b for t in TEXTS[:20] for b in (*t.encode(), 256)]
+    assert tokens_of(directory, "val")[0].tolist() == [b for t in TEXTS[:10] for b in (*t.encode(), 256)]
+
+
+def test_a_local_rank_file_needs_no_network_and_travels_with_the_shards(tmp_path):
+    write_texts(tmp_path)
+    tokens = [bytes([i]) for i in range(256)] + [b"do", b"docu"]
+    ranks = "\n".join(f"{base64.b64encode(t).decode()} {i}" for i, t in enumerate(tokens))
+    (tmp_path / "my.tiktoken").write_text(ranks)
+    argv = [f"--source={tmp_path / 'a.jsonl'}", f"--tokenizer={tmp_path / 'my.tiktoken'}"]
+    directory = make_data(tmp_path / "shards", *argv)
+    (tmp_path / "my.tiktoken").unlink()
+    meta = prepare_c4.read_meta(directory)
+    encoding = prepare_c4.meta_tokenizer(directory, meta)
+    assert (meta["vocab_size"], meta["eot"]) == (259, 258) == (encoding.n_vocab, encoding.eot_token)
+    text = encoding.decode(tokens_of(directory, "train")[0].tolist())
+    assert text.startswith(next(t for t in TEXTS if not prepare_c4.validates(t, 0.05)))
+    assert 256 in tokens_of(directory, "train")[0]
+
+
+def test_preparation_killed_anywhere_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch):
+    write_texts(tmp_path)
+    argv = [f"--source={tmp_path / 'a.jsonl'}", "--tokenizer=bytes", "--shard_tokens=700", "--max_tokens=9000", "--workers=1"]
+    whole = make_data(tmp_path / "whole", *argv)
+    replace, countdown = os.replace, 0
+
+    def dies(*args):
+        nonlocal countdown
+        countdown -= 1
+        if countdown < 0:
+            raise KeyboardInterrupt
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", dies)
+    for kills in itertools.count(1):
+        countdown = 5  # two whole shards and their entries in meta.json, then death while the next is renamed
+        try:
+            broken = make_data(tmp_path / "broken", *argv)
+            break
+        except KeyboardInterrupt:
+            pass
+    assert kills > 3
+    assert sorted(os.listdir(broken)) == sorted(os.listdir(whole))
+    for name in os.listdir(whole):
+        assert open(os.path.join(whole, name), "rb").read() == open(os.path.join(broken, name), "rb").read()
+
+
+def test_preparation_refuses_what_it_cannot_do(tmp_path):
+    write_texts(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"body": "x"}\n')
+    make_data(tmp_path / "made", f"--source={tmp_path / 'a.jsonl'}", "--tokenizer=bytes")
+    for argv, message in (
+        (["--source=c4", "--tokenizer=bytes"], "say how many you want with --max_tokens"),
+        ([f"--source={tmp_path / 'none*.jsonl'}"], "no file matches"),
+        ([f"--source={tmp_path / 'a.jsonl'}", "--tokenizer=bytes", "--max_tokens=1e15"], "GB are free"),
+        ([f"--source={tmp_path / 'bad.jsonl'}", "--tokenizer=bytes"], "record 0 has no text"),
+        (["--shard_tokens=0", "--tokenizer=bytes"], "at least 1"),
+    ):
+        with pytest.raises(SystemExit, match=re.escape(message)):
+            make_data(tmp_path / "out", *argv)
+    with pytest.raises(SystemExit, match="prepared with another made_from"):
+        make_data(tmp_path / "made", f"--source={tmp_path / 'a.jsonl'}", "--tokenizer=bytes", "--val_share=0.3")
+
+
+def test_windows_tile_each_shard_and_wide_vocabularies_get_wide_tokens(data):
+    windows = prepare_c4.Windows(data, "train", 32)
+    tokens, sizes = tokens_of(data, "train")
+    assert sizes == [60000, 60000, 60000, 20000] and len(windows) == sum((n - 1) // 32 for n in sizes)
+    assert windows[0].tolist() == tokens[:33].tolist() and windows[1].tolist() == tokens[32:65].tolist()
+    assert windows[(60000 - 1) // 32].tolist() == tokens[60000:60033].tolist()
+    assert len({len(windows[i]) for i in range(len(windows))}) == 1
+    assert prepare_c4.token_dtype(65536).itemsize == 2 and prepare_c4.token_dtype(65537).itemsize == 4
+
+
+def test_batches_depend_on_seed_step_and_place_alone_and_cover_an_epoch_once(data):
+    windows = prepare_c4.Windows(data, "val", 32)
+    n = len(windows)
+
+    def step_of(world, micro_steps, step, batch_size=4, seed=1):
+        loaders = [prepare_c4.Loader(windows, batch_size, micro_steps, seed, rank, world) for rank in range(world)]
+        return [sorted(i for loader in loaders for m in range(micro_steps) for i in loader.indices(step, m))][0]
+
+    assert step_of(1, 4, 9) == step_of(2, 2, 9) == step_of(4, 1, 9) == step_of(2, 1, 9, batch_size=8)
+    assert step_of(1, 4, 9) != step_of(1, 4, 10) and step_of(1, 4, 9) != step_of(1, 4, 9, seed=2)
+    loader = prepare_c4.Loader(windows, 1, 1, seed=1)
+    epochs = [[loader.indices(e * n + i, 0)[0] for i in range(n)] for e in range(3)]  # three times around
+    assert all(sorted(e) == list(range(n)) for e in epochs) and epochs[0] != epochs[1]
+    for step in (0, 1, 2, 7, 8, 3, 0):  # read ahead, jump, go back
+        x, y = loader.batch(step, 0)
+        row = windows[loader.indices(step, 0)[0]].tolist()
+        assert x[0].tolist() == row[:-1] and y[0].tolist() == row[1:]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def train(data, out, *argv, script="train.py"):
+    """Run a script in this process, for what it costs to import torch in another."""
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    argv, sys.argv = sys.argv, [script, *TINY_RUN, f"--data_dir={data}", f"--out_dir={out}", *argv]
+    try:
+        return runpy.run_path(os.path.join(HERE, script), run_name="__main__")
+    finally:
+        sys.argv = argv
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+
+
+def records(out):
+    lines = [json.loads(line) for line in open(os.path.join(out, "log.jsonl"))]
+    assert "settings" in lines[0]["run"]
+    return [line for line in lines if "step" in line]
+
+
+def losses(out):
+    return [r["loss"] for r in records(out) if "loss" in r]
+
+
+def checkpoint(out, name="ckpt.pt"):
+    return torch.load(os.path.join(out, name), weights_only=True)
+
+
+def assert_same(a, b):
+    """Bit for bit, all the way down"""
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for k in a:
+            assert_same(a[k], b[k])
+    elif isinstance(a, list):
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_a_run_logs_what_it_did(data, tmp_path):
+    out = tmp_path / "run"
+    train(data, out, "--max_iters=40", "--eval_interval=10", "--learning_rate=1e-2", "--keep_interval=15", "--log_grad_norms=True")
+    rows = records(out)
+    assert [r["step"] for r in rows] == list(range(41)) and rows[40]["tokens"] == 40 * 4 * 32
+    assert rows[40]["val_loss"] < rows[0]["val_loss"] - 1 and abs(rows[0]["val_loss"] - math.log(257)) < 0.3
+    assert {"step", "tokens", "loss", "val_loss", "lr", "grad_norm", "tok_s", "mfu", "flops"} <= set(rows[1])
+    names = dict(GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32)).named_parameters())
+    norms_logged = rows[1]["grad_norms"]
+    assert norms_logged.keys() == names.keys()
+    assert math.hypot(*norms_logged.values()) == pytest.approx(min(1, rows[1]["grad_norm"]), rel=1e-4)
+    assert {"ckpt.pt", "ckpt_best.pt", "ckpt_000015.pt", "ckpt_000030.pt", "log.jsonl"} == set(os.listdir(out))
+    header = json.loads(open(out / "log.jsonl").readline())["run"]
+    assert {"settings", "versions", "device", "git", "params"} <= set(header)
+    assert header["params"]["all"] == sum(p.numel() for p in names.values())
+    assert rows[40]["flops"] == 40 * 128 * tiny(vocab_size=257).flops_per_token()
+
+
+SAME = ["--dropout=0.1", "--lr_decay_iters=6", "--eval_interval=2", "--save_interval=1"]
+
+
+@pytest.mark.parametrize("more", [[], ["--optimizer=muon", "--residual=dyt"], ["--gradient_accumulation_steps=2"]], ids=str)
+def test_resumed_equals_never_stopped_bit_for_bit(data, tmp_path, more):
+    train(data, tmp_path / "one", *SAME, *more)
+    train(data, tmp_path / "two", *SAME, *more, "--max_iters=3")
+    train(data, tmp_path / "two", *SAME, *more, "--init_from=resume")
+    one, two = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "two")
+    for key in ("model", "optimizers", "step", "best_val_loss"):
+        assert_same(one[key], two[key])
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+
+
+def test_resume_forgets_what_was_logged_after_the_checkpoint(data, tmp_path):
+    train(data, tmp_path, "--save_interval=2", "--max_iters=4", "--lr_decay_iters=6")
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write(json.dumps({"step": 5, "loss": 0.0}) + "\n" + '{"step": 6, "lo')  # the last one torn by a crash
+    train(data, tmp_path, "--init_from=auto", "--lr_decay_iters=6")
+    assert [r["step"] for r in records(tmp_path)] == list(range(7)) and 0.0 not in losses(tmp_path)
+
+
+def test_evaluation_does_not_touch_training_and_is_one_number(data, tmp_path):
+    for name, interval, batch in (("a", 1, 4), ("b", 6, 4), ("c", 0, 4)):
+        train(data, tmp_path / name, f"--eval_interval={interval}", f"--batch_size={batch}", "--dropout=0.1")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") == losses(tmp_path / "c")
+    assert all(r["val_loss"] is None for r in records(tmp_path / "c"))
+    _, model = ask.load(tmp_path / "a" / "ckpt.pt")
+    windows = prepare_c4.Windows(data, "val", 32)
+    by_hand = [model(torch.tensor(windows[i][None, :-1].astype(int)))[0][0] for i in range(16)]
+    targets = [torch.tensor(windows[i][1:].astype(int)) for i in range(16)]
+    exact = torch.stack([F.cross_entropy(x, y) for x, y in zip(by_hand, targets)]).mean().item()
+    assert records(tmp_path / "a")[-1]["val_loss"] == pytest.approx(exact, abs=1e-5)
+    for batch_size in (1, 3, 16, 100):
+        assert ask.evaluate(model, windows, 512, batch_size, "cpu") == pytest.approx(exact, abs=1e-5)
+    shares = []  # two ranks by hand: their sums, not their means, make the number
+    for rank in (0, 1):
+        batches = list(ask.eval_batches(windows, 13, 4, "cpu", rank, 2))
+        shares.append(sum(int((y[:, 0] >= 0).sum()) for _, y in batches))
+        assert len(batches) == 2
+    assert sum(shares) == 13
+
+
+TRAIN_FLIPS = [
+    "init_from=PATH", "max_iters=5", "flops_budget=1e7", "batch_size=2", "gradient_accumulation_steps=2",
+    "total_batch_tokens=256", "seed=2", "optimizer=muon", "learning_rate=1e-3", "gate_lr=0.1", "weight_decay=0.5", "beta1=0.5",
+    "beta2=0.5", "grad_clip=0.01", "schedule=wsd", "warmup_iters=4", "warmup_iters=0.5", "lr_decay_iters=12", "min_lr=0.0",
+    "dtype=bfloat16",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def dyt_run(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("flips") / "base"
+    train(data, out, "--residual=dyt")
+    return out
+
+
+@pytest.mark.parametrize("flip", TRAIN_FLIPS)
+def test_every_training_setting_changes_the_losses(data, tmp_path, dyt_run, flip):
+    train(data, tmp_path, "--residual=dyt", "--" + flip.replace("PATH", str(dyt_run / "ckpt.pt")))
+    assert losses(tmp_path) != losses(dyt_run)
+
+
+def test_learning_rates(data, tmp_path):
+    def rates(*argv):
+        out = tmp_path / str(random.random())
+        train(data, out, "--max_iters=20", "--learning_rate=1.0", "--eval_interval=0", "--grad_clip=1e-9", *argv)
+        return [r["lr"] for r in records(out)]
+
+    cosine = rates("--warmup_iters=4", "--min_lr=0.5")
+    assert cosine[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert cosine[4:] == pytest.approx([0.5 + 0.25 * (1 + math.cos(math.pi * i / 16)) for i in range(16)])
+    wsd = rates("--warmup_iters=0.1", "--schedule=wsd", "--wsd_share=0.5", "--min_lr=0.0")
+    assert wsd == pytest.approx([1 / 3, 2 / 3] + [1.0] * 9 + [1 - i / 10 for i in range(1, 10)])
+
+
+def test_flops_budget_ends_exactly_there(data, tmp_path):
+    step = 128 * tiny(vocab_size=257).flops_per_token()
+    train(data, tmp_path, f"--flops_budget={3.5 * step}", "--max_iters=100")
+    last = records(tmp_path)[-1]
+    assert last["step"] == 4 and last["flops"] == 4 * step and last["lr"] == pytest.approx(2.2e-3)
+
+
+def poison(monkeypatch, bad_calls):
+    """Make the loss of these training forwards infinite."""
+    calls, forward = itertools.count(), GPT.forward
+
+    def poisoned(self, idx, targets=None, cache=None):
+        logits, loss = forward(self, idx, targets, cache)
+        return logits, loss * math.inf if targets is not None and next(calls) in bad_calls else loss
+
+    monkeypatch.setattr(GPT, "forward", poisoned)
+
+
+def test_a_bad_step_is_skipped_and_counted(data, tmp_path, monkeypatch):
+    poison(monkeypatch, {2})
+    train(data, tmp_path, "--max_bad_steps=2", "--save_interval=1", "--keep_interval=1")
+    assert [r["bad_steps"] for r in records(tmp_path)[1:]] == [0, 0, 1, 0, 0, 0]
+    assert records(tmp_path)[3]["loss"] is None
+    before, after = (checkpoint(tmp_path, f"ckpt_{s:06d}.pt") for s in (2, 3))
+    assert_same(before["model"], after["model"])
+    assert_same(before["optimizers"], after["optimizers"])
+
+
+def test_bad_steps_in_a_row_stop_the_run_and_leave_the_checkpoint(data, tmp_path, monkeypatch):
+    poison(monkeypatch, {3, 4, 5})
+    with pytest.raises(SystemExit, match="2 steps in a row"):
+        train(data, tmp_path, "--max_bad_steps=2", "--save_interval=3")
+    assert checkpoint(tmp_path)["step"] == 3 and all(p.isfinite().all() for p in checkpoint(tmp_path)["model"].values())
+
+
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint(data, tmp_path):
+    train(data, tmp_path, "--max_iters=3", "--lr_decay_iters=6")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(SystemExit, match="step 6 could not be saved as .*the checkpoints before it are intact"):
+            train(data, tmp_path, "--init_from=resume")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoint(tmp_path)["step"] == 3
+    assert not glob.glob(str(tmp_path / "*.tmp"))
+    train(data, tmp_path, "--init_from=resume")
+    assert checkpoint(tmp_path)["step"] == 6
+
+
+def spoil(data, to, name, change):
+    """A copy of the data with one file changed: bytes -> bytes, or None to remove it"""
+    for file in os.listdir(data):
+        content = open(os.path.join(data, file), "rb").read()
+        if file == name:
+            if change is None:
+                continue
+            content = change(content)
+        (to / file).write_bytes(content)
+    return to
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("meta.json", None, "no meta.json"),
+        ("train_00001.bin", None, "train_00001.bin is listed in meta.json but missing"),
+        ("train_00001.bin", lambda b: b[:-10], "train_00001.bin is truncated"),
+        ("train_00001.bin", lambda b: b[:20], "train_00001.bin is no shard"),
+        ("train_00001.bin", lambda b: b"x" + b[1:], "train_00001.bin is no shard: it starts with"),
+        ("train_00001.bin", lambda b: b[:8] + b"\x09" + b[9:], "has format version 9"),
+        ("train_00001.bin", lambda b: b[:30] + b"x" + b[31:], "made with another tokenizer"),
+        ("meta.json", lambda b: b.replace(b'"complete": true', b'"complete": false'), "cut short"),
+    ],
+)
+def test_bad_data_is_refused_with_its_name(data, tmp_path, name, change, message):
+    (tmp_path / "data").mkdir()
+    bad = spoil(data, tmp_path / "data", name, change)
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        train(bad, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--n_lyer=3"], "the nearest is 'n_layer'"),
+        (["--residual=prenrm"], "choose one of none, postnorm"),
+        (["--optimizer=sgd"], "optimizer='sgd': choose one of adamw, muon"),
+        (["--schedule=step"], "schedule='step': choose one of cosine, wsd"),
+        (["--dtype=float16"], "dtype='float16': choose one of auto, float32, bfloat16"),
+        (["--shard=zero"], "shard='zero': choose one of none, fsdp"),
+        (["--shard=fsdp"], "start it with torchrun"),
+        (["--batch_size=0"], "batch_size=0: must be above 0"),
+        (["--n_head=3"], "n_embd=32 does not divide into n_head=3"),
+        (["--vocab_size=100"], "set --vocab_size=257 or more"),
+        (["--data_dir=/nowhere"], "/nowhere holds no prepared data"),
+        (["--block_size=30000"], "shorter than one window"),
+        (["--total_batch_tokens=200"], "200 tokens a step do not divide over 1 ranks x 4 sequences x 32 tokens"),
+        (["--init_from=resume"], "no such checkpoint"),
+        (["--init_from=/nowhere.pt"], "/nowhere.pt: no such checkpoint"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line_and_writes_nothing(data, tmp_path, argv, message):
+    with pytest.raises(SystemExit, match=re.escape(message)) as stop:
+        train(data, tmp_path / "out", *argv)
+    assert "\n" not in str(stop.value) and not (tmp_path / "out").exists()
+
+
+def test_a_run_is_never_overwritten_or_resumed_in_another_shape(data, tmp_path):
+    lines = [f"{base64.b64encode(bytes([i])).decode()} {i}" for i in range(256)]
+    (tmp_path / "x.tiktoken").write_text("\n".join(lines))
+    other = make_data(tmp_path / "other", f"--source={__file__}", "--max_tokens=5000", f"--tokenizer={tmp_path / 'x.tiktoken'}",
+                      f"--val_source={__file__}")  # fmt: skip
+    train(data, tmp_path / "run")
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in os.listdir(tmp_path / "run")}
+    for argv, message in (
+        ([], "already holds a run"),
+        (["--init_from=resume", "--n_embd=64"], "was trained with n_embd=32, not 64"),
+        (["--init_from=resume", "--residual=lns"], "was trained with residual='prenorm', not 'lns'"),
+        (["--init_from=resume", f"--data_dir={other}"], "was trained on another tokenizer"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            train(data, tmp_path / "run", *argv)
+    assert before == {name: (tmp_path / "run" / name).read_bytes() for name in os.listdir(tmp_path / "run")}
+    train(data, tmp_path / "tuned", f"--init_from={tmp_path / 'run' / 'ckpt.pt'}", "--learning_rate=1e-9", "--dropout=0.1")
+    assert records(tmp_path / "tuned")[0]["val_loss"] == pytest.approx(records(tmp_path / "run")[-1]["val_loss"], abs=1e-5)
+
+
+def start(data, out, *argv, ranks=0, restarts=0):
+    """train.py in a process of its own, or under torchrun in several"""
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
+    command = [*launcher, os.path.join(HERE, "train.py"), *TINY_RUN, f"--data_dir={data}", f"--out_dir={out}", *argv]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(path, process, seconds=60):
+    for _ in range(seconds * 20):
+        if os.path.exists(path):
+            return
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.05)
+    raise AssertionError(f"{path} did not come")
+
+
+def test_ddp_fsdp_and_one_process_give_one_curve_and_resume_exactly(data, tmp_path):
+    steps = ["--max_iters=20", "--lr_decay_iters=20", "--gradient_accumulation_steps=4", "--eval_interval=10"]
+    train(data, tmp_path / "one", *steps)
+    started = {
+        "ddp": start(data, tmp_path / "ddp", *steps, ranks=2),
+        "fsdp": start(data, tmp_path / "fsdp", *steps, "--shard=fsdp", ranks=2),
+    }
+    for name, process in started.items():
+        output = process.communicate()[0]
+        assert process.returncode == 0, output
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+        val = [[r["val_loss"] for r in records(tmp_path / n) if r["val_loss"]] for n in (name, "one")]
+        assert val[0] == pytest.approx(val[1], abs=1e-4)
+    for shard, first in (("none", "ddp"), ("fsdp", "fsdp")):
+        for more in (["--max_iters=10"], ["--init_from=resume"]):
+            process = start(data, tmp_path / (first + "2"), *steps, *more, f"--shard={shard}", ranks=2)
+            output = process.communicate()[0]
+            assert process.returncode == 0, output
+        one, two = checkpoint(tmp_path / first), checkpoint(tmp_path / (first + "2"))
+        for key in ("model", "optimizers"):
+            assert_same(one[key], two[key])
+    train(data, tmp_path / "fsdp2", *steps, "--init_from=resume", "--max_iters=22")  # any of them reads any other's
+
+
+def test_ddp_refuses_a_batch_that_does_not_divide(data, tmp_path):
+    process = start(data, tmp_path / "out", ranks=2)
+    output = process.communicate()[0]
+    assert process.returncode != 0 and "do not divide over 2 ranks x 4 sequences x 32 tokens" in output
+    assert not (tmp_path / "out").exists()
+
+
+LONG = ["--max_iters=100000", "--eval_interval=0", "--save_interval=1"]
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_sigterm_saves_and_exits_with_zero(data, tmp_path, ranks):
+    process = start(data, tmp_path, *LONG, "--save_interval=0", "--gradient_accumulation_steps=2", ranks=ranks)
+    wait_for(tmp_path / "log.jsonl", process)
+    while len(records(tmp_path)) < 3:
+        time.sleep(0.05)
+    target = process.pid
+    if ranks:  # the launcher has children of its own: signal a worker, whose word reaches the other
+        target = int(subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True).stdout.split()[0])
+    os.kill(target, signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and "stopped by a signal" in output, output
+    step = checkpoint(tmp_path)["step"]
+    assert records(tmp_path)[-1]["step"] == step
+    train(data, tmp_path, "--init_from=resume", "--gradient_accumulation_steps=2", f"--max_iters={step + 2}")
+    assert checkpoint(tmp_path)["step"] == step + 2
+
+
+def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(data, tmp_path):
+    reached = 0
+    for pause in (0.0, 0.13, 0.29):
+        process = start(data, tmp_path, *LONG, "--init_from=auto")
+        wait_for(tmp_path / "ckpt.pt", process)
+        while checkpoint(tmp_path)["step"] <= reached:
+            time.sleep(0.02)
+        time.sleep(pause)
+        process.kill()
+        process.wait()
+        reached = checkpoint(tmp_path)["step"]
+    assert [r["step"] for r in records(tmp_path)][:reached] == list(range(1, reached + 1))
+
+
+def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(data, tmp_path):
+    process = start(data, tmp_path, *LONG, "--init_from=auto", "--max_iters=400", ranks=1, restarts=1)
+    wait_for(tmp_path / "ckpt.pt", process)
+    worker = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True).stdout.split()[0]
+    os.kill(int(worker), signal.SIGKILL)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert checkpoint(tmp_path)["step"] == 400
+    headers = [json.loads(line)["run"]["from_step"] for line in open(tmp_path / "log.jsonl") if '"run"' in line]
+    assert len(headers) == 2 and headers[1] > 0
+
+
+def test_training_needs_neither_datasets_nor_wandb(data, tmp_path, monkeypatch):
+    for name in ("datasets", "wandb", "lm_eval", "matplotlib"):
+        monkeypatch.setitem(sys.modules, name, None)
+    train(data, tmp_path)
+
+
+def test_wandb_gets_the_records_when_asked(data, tmp_path, monkeypatch):
+    seen = []
+    fake = SimpleNamespace(init=lambda **kw: seen.append(kw["project"]), log=lambda record, step: seen.append(step))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    train(data, tmp_path, "--wandb_log=True", "--wandb_project=mine")
+    assert seen == ["mine", *range(7)]
