@@ -1,10 +1,11 @@
 # make train: from nothing to a trained model, a figure of its loss and a sample. make test: the tests.
 PYTHON ?= python3
+ARGS ?=
 RUN = .venv/bin/python
 
 train: .venv/ready
 	$(RUN) prepare_c4.py
-	$(RUN) train.py --out_dir=out/default --init_from=auto
+	$(RUN) train.py --out_dir=out/default --init_from=auto $(ARGS)
 	$(RUN) plot.py loss out/default/loss.png out/default
 	$(RUN) eval.py --out_dir=out/default --what=sample
 

@@ -80,7 +80,8 @@ def main():
         spread = f"{low * 1e3:.0f} - {high * 1e3:.0f} ms"
         print(f"{name:<20} {median * 1e3:>6.0f} ms {spread:>19} {flops / median / 1e9:>8.0f} {ratio:>9.2f}x")
         report[name] = {"seconds": t, "median": median, "quartiles": [low, high], "speedup": ratio}
-    print(f"loader: {loading * 1e3:.2f} ms a batch, {loading / min(statistics.median(t) for t in times.values()):.2%} of a step")
+    share = loading / min(statistics.median(t) for t in times.values())
+    print(f"loader: {loading * 1e3:.2f} ms a batch, {share:.2%} of the fastest step")
     with open(out, "w") as file:
         json.dump(report, file, indent=1)
 

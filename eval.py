@@ -42,8 +42,8 @@ def load(path, device="cpu"):
 
 
 def eval_batches(windows, count, batch_size, device, rank=0, world=1):
-    """inputs and targets of this rank's share of the first count windows, padded to batch_size with targets of -1, so that
-    every rank has as many batches and no shape ever changes"""
+    """Inputs and targets of this rank's share of the first count windows, padded to batch_size with targets of -1, so
+    that every rank has as many batches and no shape ever changes"""
     for first in range(0, count, batch_size * world):
         mine = range(first + rank, first + batch_size * world, world)
         x, y = (t.to(device) for t in to_batch([windows[i % count] for i in mine], device))
@@ -53,8 +53,8 @@ def eval_batches(windows, count, batch_size, device, rank=0, world=1):
 
 @torch.no_grad()
 def evaluate(model, windows, tokens, batch_size, device, rank=0, world=1):
-    """Mean loss over the first `tokens` tokens of a split (all, if None), in whole windows: the same ones every time, and
-    the same number whatever the batch size and the number of ranks."""
+    """Mean loss over the first `tokens` tokens of a split (all, if None), in whole windows: the same ones every time,
+    and the same number whatever the batch size and the number of ranks."""
     count = min(len(windows), max(1, tokens // windows.T)) if tokens else len(windows)
     total, training = torch.zeros(2, dtype=torch.float32, device=device), model.training
     model.eval()

@@ -1,6 +1,6 @@
 """
-A GPT whose residual stream is a setting. The model is the usual one (rotary positions, grouped-query attention, an MLP);
-all that a residual mode changes is in the two lines of Block.forward that read, and the two that write.
+A GPT whose residual stream is a setting. The model is the usual one: rotary positions, grouped-query attention, an MLP.
+All that a residual mode changes is in the two lines of Block.forward that read, and the two that write.
 
 Names of tensors in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, D = C / H, V vocab_size.
 """
@@ -217,8 +217,8 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters()) - (0 if embedding else self.embed.weight.numel())
 
     def flops_per_token(self, T=None, backward=True):
-        """Matmul FLOPs: 2 for each weight of a linear (the head's too, tied or not), and for each query the 2 C_q for its
-        score with each key it may see and 2 C_q to sum their values, (T + 1) / 2 keys on average. Backward twice that."""
+        """Matmul FLOPs: 2 for each weight of a linear, the head's too, tied or not; 2 C for a query's score with a key
+        it may see and 2 C to sum the values, with (T + 1) / 2 keys on average. Backward: twice that."""
         T = T or self.config.block_size
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         scores = sum(4 * block.attn.wq.out_features for block in self.blocks) * (T + 1) / 2

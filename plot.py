@@ -13,7 +13,8 @@ import os
 import sys
 
 COLOURS = {  # Okabe and Ito's eight, told apart by the colour-blind, and the same mode has the same one everywhere
-    "prenorm": "#000000", "perinorm": "#0072B2", "postnorm": "#D55E00", "lns": "#009E73", "dyt": "#E69F00", "none": "#CC79A7",
+    "prenorm": "#000000", "perinorm": "#0072B2", "postnorm": "#D55E00", "lns": "#009E73", "dyt": "#E69F00",
+    "none": "#CC79A7",
 }  # fmt: skip
 
 
@@ -57,7 +58,9 @@ def draw(axes, runs, curve):
         columns = [[y[i] for y in ys] for i in range(n)]
         line = axes.plot(x[:n], [sum(c) / len(c) for c in columns], color=COLOURS.get(residual), label=label, lw=1.5)[0]
         if len(members) > 1:
-            axes.fill_between(x[:n], [*map(min, columns)], [*map(max, columns)], color=line.get_color(), alpha=0.2, lw=0)
+            axes.fill_between(
+                x[:n], [*map(min, columns)], [*map(max, columns)], color=line.get_color(), alpha=0.2, lw=0
+            )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
 
@@ -87,7 +90,9 @@ def main(figure, out, *runs):
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "residual", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    matplotlib.rcParams.update(
+        {"svg.hashsalt": "residual", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    )
     import matplotlib.pyplot as plt
 
     if figure not in FIGURES:

@@ -6,8 +6,8 @@ Text to shards of tokens, and shards to batches: the format is written and read 
     python prepare_c4.py --source='dump/*.json.gz'          the same records from disk: .json.gz .jsonl .parquet .txt
 
 A shard is a 64-byte header and up to shard_tokens token ids. Documents follow one another in a fixed order, each with
-end-of-text behind it, running on from one shard into the next. Started again after a kill, preparation goes on behind the
-last whole shard: meta.json says which token of which document of which file comes next.
+end-of-text behind it, running on from one shard into the next. Started again after a kill, preparation goes on behind
+the last whole shard: meta.json says which token of which document of which file comes next.
 """
 
 import base64
@@ -33,7 +33,7 @@ from configurator import configure, echo
 source = "python"  # python: the standard library's own source; c4: from the hub; anything else: a glob of files
 val_source: str | None = None  # glob of validation files; None: c4's own, elsewhere val_share of the documents
 val_share = 0.05  # share of the documents, chosen by a hash of their text, that is kept for validation
-tokenizer: str | None = None  # bytes, a name that tiktoken knows, or a .tiktoken file; None: bytes for python, else gpt2
+tokenizer: str | None = None  # bytes, a name tiktoken knows, or a .tiktoken file; None: bytes for python, else gpt2
 data_dir: str | None = None  # where the shards go; None: data/python, data/c4 or data/text
 max_tokens: int | None = None  # stop after so many training tokens; None: take all there is
 max_val_tokens = 10_000_000  # stop after so many validation tokens
@@ -318,7 +318,7 @@ def open_shard(path, meta):
     if digest.hex() != meta["tokenizer_sha256"] or itemsize != dtype.itemsize:
         raise SystemExit(f"{path} was made with another tokenizer than meta.json says: prepare the data again")
     if size != HEADER.size + tokens * itemsize:
-        raise SystemExit(f"{path} is truncated: {size} bytes where its header promises {HEADER.size + tokens * itemsize}")
+        raise SystemExit(f"{path} is truncated: it has {size} bytes, its header promises {tokens} tokens")
     return np.memmap(path, dtype, "r", HEADER.size)
 
 

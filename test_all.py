@@ -35,8 +35,8 @@ from model import GPT, RESIDUALS, GPTConfig
 HERE = os.path.dirname(os.path.abspath(__file__))
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64)
 TINY_RUN = (
-    "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=4 --max_iters=6 --warmup_iters=2 --eval_tokens=512 "
-    "--eval_interval=3 --log_interval=1 --device=cpu --dtype=float32 --compile=False"
+    "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=4 --max_iters=6 --warmup_iters=2 "
+    "--eval_tokens=512 --eval_interval=3 --log_interval=1 --device=cpu --dtype=float32 --compile=False"
 ).split()
 
 
@@ -124,7 +124,10 @@ def test_config_files_are_read_and_never_run(tmp_path):
     file.write_text('"""Settings"""\nsteps = 5\nwidth = 6\n')
     values, _ = configure(tmp_path, str(file), "--steps=7")
     assert values["steps"] == 7 and values["width"] == 6
-    for text, message in (("stps = 5", "x.py: there is no setting 'stps'"), ("steps = open('y')", "x.py, line 1: expected key")):
+    for text, message in (
+        ("stps = 5", "x.py: there is no setting 'stps'"),
+        ("steps = open('y')", "x.py, line 1: expected key"),
+    ):
         file.write_text(text)
         with pytest.raises(SystemExit, match=re.escape(message)):
             configure(tmp_path, str(file))
@@ -163,7 +166,7 @@ def test_every_config_builds_its_model(path):
 
 
 def naive(model, idx):
-    """The forward from the formulas, token by token and head by head, with nothing of the project's but its parameters"""
+    """The forward from the formulas, token by token and head by head, on the project's parameters"""
     c, P = model.config, {n: p.detach().double() for n, p in model.named_parameters()}
     C, D, G = c.n_embd, c.n_embd // c.n_head, c.n_kv_head or c.n_head
 
@@ -197,7 +200,10 @@ def naive(model, idx):
         q, k, v = (linear(h, f"{at}.w{x}") for x in "qkv")
         y = torch.zeros_like(q)
         for head in range(c.n_head):
-            own, shared = slice(head * D, head * D + D), slice((head * G // c.n_head) * D, (head * G // c.n_head) * D + D)
+            own, shared = (
+                slice(head * D, head * D + D),
+                slice((head * G // c.n_head) * D, (head * G // c.n_head) * D + D),
+            )
             Q = torch.stack([turn(q[:, t, own], t, f"{at}.q_norm.gain") for t in range(T)], 1)
             K = torch.stack([turn(k[:, t, shared], t, f"{at}.k_norm.gain") for t in range(T)], 1)
             for t in range(T):
@@ -221,7 +227,8 @@ def naive(model, idx):
         at = f"blocks.{b}.{name}_residual.norm"
         x = {
             "none": lambda: norm(s * f(x, b), at), "postnorm": lambda: norm(x + s * f(x, b), at),
-            "prenorm": lambda: x + s * f(norm(x, at), b), "perinorm": lambda: x + s * norm(f(norm(x, at), b), at + "_out"),
+            "prenorm": lambda: x + s * f(norm(x, at), b),
+            "perinorm": lambda: x + s * norm(f(norm(x, at), b), at + "_out"),
             "lns": lambda: x + s * f(norm(x, at) / math.sqrt(b + 1), b), "dyt": lambda: x + s * f(dyt(x, at), b),
         }[c.residual]()  # fmt: skip
     if c.residual in ("prenorm", "perinorm", "lns"):
@@ -233,7 +240,8 @@ def naive(model, idx):
 VARIANTS = [
     *[dict(residual=r) for r in RESIDUALS],
     *[dict(residual=r, norm=n) for r in ("prenorm", "postnorm", "perinorm", "lns") for n in ("layer", "none")],
-    dict(norm="layer", bias=True), dict(activation="relu"), dict(activation="silu"), dict(activation="swiglu", tied=False),
+    dict(norm="layer", bias=True), dict(activation="relu"), dict(activation="silu"),
+    dict(activation="swiglu", tied=False),
     dict(n_head=4, n_kv_head=2, qk_norm=True), dict(residual="perinorm", branch_scale="depth", n_layer=3),
 ]  # fmt: skip
 
@@ -336,7 +344,9 @@ def test_sampling_follows_the_distribution():
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_every_parameter_is_initialised_and_in_one_group(residual):
-    model = tiny(residual=residual, norm="rms" if residual == "dyt" else "layer", bias=True, qk_norm=True, activation="swiglu")
+    model = tiny(
+        residual=residual, norm="rms" if residual == "dyt" else "layer", bias=True, qk_norm=True, activation="swiglu"
+    )
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(math.nan)
@@ -380,8 +390,8 @@ def test_initial_weights_have_the_variance_they_should(how, std):
 
 FLIPS = dict(
     n_layer=3, n_head=4, n_kv_head=1, n_embd=64, n_hidden=48, vocab_size=65, residual="lns", norm="layer", norm_eps=0.1,
-    activation="swiglu", qk_norm=True, rope_base=100.0, tied=False, bias=True, dropout=0.5, init="xavier", init_scale=0.1,
-    init_out="plain", branch_scale="depth",
+    activation="swiglu", qk_norm=True, rope_base=100.0, tied=False, bias=True, dropout=0.5, init="xavier",
+    init_scale=0.1,    init_out="plain", branch_scale="depth",
 )  # fmt: skip
 
 
@@ -473,7 +483,9 @@ def make_data(directory, *argv):
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A little of the embedded corpus"""
-    return make_data(tmp_path_factory.mktemp("data"), "--max_tokens=200000", "--max_val_tokens=20000", "--shard_tokens=60000")
+    return make_data(
+        tmp_path_factory.mktemp("data"), "--max_tokens=200000", "--max_val_tokens=20000", "--shard_tokens=60000"
+    )
 
 
 def tokens_of(directory, split):
@@ -533,7 +545,13 @@ def test_a_local_rank_file_needs_no_network_and_travels_with_the_shards(tmp_path
 
 def test_preparation_killed_anywhere_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch):
     write_texts(tmp_path)
-    argv = [f"--source={tmp_path / 'a.jsonl'}", "--tokenizer=bytes", "--shard_tokens=700", "--max_tokens=9000", "--workers=1"]
+    argv = [
+        f"--source={tmp_path / 'a.jsonl'}",
+        "--tokenizer=bytes",
+        "--shard_tokens=700",
+        "--max_tokens=9000",
+        "--workers=1",
+    ]
     whole = make_data(tmp_path / "whole", *argv)
     replace, countdown = os.replace, 0
 
@@ -650,7 +668,15 @@ def assert_same(a, b):
 
 def test_a_run_logs_what_it_did(data, tmp_path):
     out = tmp_path / "run"
-    train(data, out, "--max_iters=40", "--eval_interval=10", "--learning_rate=1e-2", "--keep_interval=15", "--log_grad_norms=True")
+    train(
+        data,
+        out,
+        "--max_iters=40",
+        "--eval_interval=10",
+        "--learning_rate=1e-2",
+        "--keep_interval=15",
+        "--log_grad_norms=True",
+    )
     rows = records(out)
     assert [r["step"] for r in rows] == list(range(41)) and rows[40]["tokens"] == 40 * 4 * 32
     assert rows[40]["val_loss"] < rows[0]["val_loss"] - 1 and abs(rows[0]["val_loss"] - math.log(257)) < 0.3
@@ -669,7 +695,9 @@ def test_a_run_logs_what_it_did(data, tmp_path):
 SAME = ["--dropout=0.1", "--lr_decay_iters=6", "--eval_interval=2", "--save_interval=1"]
 
 
-@pytest.mark.parametrize("more", [[], ["--optimizer=muon", "--residual=dyt"], ["--gradient_accumulation_steps=2"]], ids=str)
+@pytest.mark.parametrize(
+    "more", [[], ["--optimizer=muon", "--residual=dyt"], ["--gradient_accumulation_steps=2"]], ids=str
+)
 def test_resumed_equals_never_stopped_bit_for_bit(data, tmp_path, more):
     train(data, tmp_path / "one", *SAME, *more)
     train(data, tmp_path / "two", *SAME, *more, "--max_iters=3")
@@ -686,6 +714,20 @@ def test_resume_forgets_what_was_logged_after_the_checkpoint(data, tmp_path):
         file.write(json.dumps({"step": 5, "loss": 0.0}) + "\n" + '{"step": 6, "lo')  # the last one torn by a crash
     train(data, tmp_path, "--init_from=auto", "--lr_decay_iters=6")
     assert [r["step"] for r in records(tmp_path)] == list(range(7)) and 0.0 not in losses(tmp_path)
+
+
+def test_a_run_killed_before_its_first_step_can_be_started_again(data, tmp_path, monkeypatch):
+    def dies(*args, **kw):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT, "forward", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train(data, tmp_path, "--init_from=auto")
+    train(data, tmp_path, "--init_from=auto")
+    train(data, tmp_path / "straight")
+    assert [r["step"] for r in records(tmp_path)] == list(range(7))
+    assert losses(tmp_path) == losses(tmp_path / "straight")
 
 
 def test_evaluation_does_not_touch_training_and_is_one_number(data, tmp_path):
@@ -711,9 +753,9 @@ def test_evaluation_does_not_touch_training_and_is_one_number(data, tmp_path):
 
 TRAIN_FLIPS = [
     "init_from=PATH", "max_iters=5", "flops_budget=1e7", "batch_size=2", "gradient_accumulation_steps=2",
-    "total_batch_tokens=256", "seed=2", "optimizer=muon", "learning_rate=1e-3", "gate_lr=0.1", "weight_decay=0.5", "beta1=0.5",
-    "beta2=0.5", "grad_clip=0.01", "schedule=wsd", "warmup_iters=4", "warmup_iters=0.5", "lr_decay_iters=12", "min_lr=0.0",
-    "dtype=bfloat16",
+    "total_batch_tokens=256", "seed=2", "optimizer=muon", "learning_rate=1e-3", "gate_lr=0.1", "weight_decay=0.5",
+    "beta1=0.5", "beta2=0.5", "grad_clip=0.01", "schedule=wsd", "warmup_iters=4", "warmup_iters=0.5",
+    "lr_decay_iters=12", "min_lr=0.0", "dtype=bfloat16",
 ]  # fmt: skip
 
 
@@ -856,8 +898,8 @@ def test_bad_input_is_one_line_and_writes_nothing(data, tmp_path, argv, message)
 def test_a_run_is_never_overwritten_or_resumed_in_another_shape(data, tmp_path):
     lines = [f"{base64.b64encode(bytes([i])).decode()} {i}" for i in range(256)]
     (tmp_path / "x.tiktoken").write_text("\n".join(lines))
-    other = make_data(tmp_path / "other", f"--source={__file__}", "--max_tokens=5000", f"--tokenizer={tmp_path / 'x.tiktoken'}",
-                      f"--val_source={__file__}")  # fmt: skip
+    source = [f"--source={__file__}", f"--val_source={__file__}", "--max_tokens=5000"]
+    other = make_data(tmp_path / "other", *source, f"--tokenizer={tmp_path / 'x.tiktoken'}")
     train(data, tmp_path / "run")
     before = {name: (tmp_path / "run" / name).read_bytes() for name in os.listdir(tmp_path / "run")}
     for argv, message in (
@@ -869,15 +911,25 @@ def test_a_run_is_never_overwritten_or_resumed_in_another_shape(data, tmp_path):
         with pytest.raises(SystemExit, match=message):
             train(data, tmp_path / "run", *argv)
     assert before == {name: (tmp_path / "run" / name).read_bytes() for name in os.listdir(tmp_path / "run")}
-    train(data, tmp_path / "tuned", f"--init_from={tmp_path / 'run' / 'ckpt.pt'}", "--learning_rate=1e-9", "--dropout=0.1")
-    assert records(tmp_path / "tuned")[0]["val_loss"] == pytest.approx(records(tmp_path / "run")[-1]["val_loss"], abs=1e-5)
+    train(
+        data, tmp_path / "tuned", f"--init_from={tmp_path / 'run' / 'ckpt.pt'}", "--learning_rate=1e-9", "--dropout=0.1"
+    )
+    assert records(tmp_path / "tuned")[0]["val_loss"] == pytest.approx(
+        records(tmp_path / "run")[-1]["val_loss"], abs=1e-5
+    )
 
 
 def start(data, out, *argv, ranks=0, restarts=0):
     """train.py in a process of its own, or under torchrun in several"""
     launcher = [sys.executable]
     if ranks:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
+        launcher += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            f"--max-restarts={restarts}",
+        ]
     command = [*launcher, os.path.join(HERE, "train.py"), *TINY_RUN, f"--data_dir={data}", f"--out_dir={out}", *argv]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -934,7 +986,11 @@ def test_sigterm_saves_and_exits_with_zero(data, tmp_path, ranks):
         time.sleep(0.05)
     target = process.pid
     if ranks:  # the launcher has children of its own: signal a worker, whose word reaches the other
-        target = int(subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True).stdout.split()[0])
+        target = int(
+            subprocess.run(
+                ["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True
+            ).stdout.split()[0]
+        )
     os.kill(target, signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 0 and "stopped by a signal" in output, output
@@ -961,7 +1017,9 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(data, tmp_path):
 def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(data, tmp_path):
     process = start(data, tmp_path, *LONG, "--init_from=auto", "--max_iters=400", ranks=1, restarts=1)
     wait_for(tmp_path / "ckpt.pt", process)
-    worker = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True).stdout.split()[0]
+    worker = subprocess.run(
+        ["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True
+    ).stdout.split()[0]
     os.kill(int(worker), signal.SIGKILL)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
@@ -982,3 +1040,202 @@ def test_wandb_gets_the_records_when_asked(data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     train(data, tmp_path, "--wandb_log=True", "--wandb_project=mine")
     assert seen == ["mine", *range(7)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# eval.py, plot.py, bench.py, runs/, README and the house rules
+
+
+@pytest.fixture(scope="session")
+def two_runs(data, tmp_path_factory):
+    """The same run with two seeds, and another mode"""
+    at = tmp_path_factory.mktemp("runs")
+    for name, *argv in (("a", "--seed=1"), ("b", "--seed=2"), ("c", "--residual=lns")):
+        train(data, at / name, *argv)
+    return at
+
+
+def script(name, *argv):
+    """Run another script in this process"""
+    argv, sys.argv = sys.argv, [name, *map(str, argv)]
+    try:
+        return runpy.run_path(os.path.join(HERE, name), run_name="__main__")
+    finally:
+        sys.argv = argv
+
+
+def test_eval_reports_loss_depth_and_a_sample(data, two_runs, capsys):
+    argv = ["--max_new_tokens=9", "--eval_tokens=512", "--depth_tokens=640", "--prompt=def ", "--temperature=0"]
+    script("eval.py", f"--out_dir={two_runs / 'a'}", *argv)
+    report = json.load(open(two_runs / "a" / "eval.json"))
+    assert report["loss"] == pytest.approx(records(two_runs / "a")[-1]["val_loss"], abs=1e-5)
+    assert report["sample"].startswith("def ") and "def " in capsys.readouterr().out
+    _, model = ask.load(two_runs / "a" / "ckpt.pt")
+    windows = prepare_c4.Windows(data, "val", 32)
+    x = torch.tensor(np.stack([windows[i][:-1] for i in range(20)]).astype(int))
+    stream, rope = model.ends.embed(model.embed(x)), (model.cos, model.sin)
+    for layer in range(3):
+        s = stream.x.detach()
+        square = s.square().mean()
+        assert report["depth"]["variance"][layer] == pytest.approx(
+            float(square - s.mean(-1).square().mean()) * 32 / 31, rel=1e-4
+        )
+        assert report["depth"]["rms"][layer] == pytest.approx(float(square.sqrt()), rel=1e-4)
+        assert report["depth"]["max"][layer] == pytest.approx(float(s.abs().max(-1).values.mean()), rel=1e-4)
+        stream = model.blocks[layer](stream, rope) if layer < 2 else stream
+    for argv, message in (
+        (["--what=loss,dept"], "dept is not one of"), (["--checkpoint=x.pt"], "no such checkpoint"),
+        (["--data_dir=/nowhere"], "no prepared data"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit, match=message):
+            script("eval.py", f"--out_dir={two_runs / 'a'}", *argv)
+
+
+def test_every_eval_setting_for_samples_matters(data, two_runs):
+    def text(*argv):
+        script("eval.py", f"--out_dir={two_runs / 'a'}", "--what=sample", "--max_new_tokens=30", *argv)
+        return json.load(open(two_runs / "a" / "eval.json"))["sample"]
+
+    base = text()
+    assert base == text()
+    for flip in ("prompt=x", "temperature=0", "top_k=1", "top_p=0.1", "seed=2", "max_new_tokens=3"):
+        assert text("--" + flip) != base
+
+
+def test_figures_are_the_same_bytes_each_time_and_name_what_is_missing(two_runs, tmp_path):
+    runs = [str(two_runs / name) for name in "abc"]
+    for run in runs:
+        script("eval.py", f"--out_dir={run}", "--what=depth", "--depth_tokens=64")
+    for figure in plot.FIGURES:
+        made = []
+        for turn in "12":
+            plot.main(figure, str(tmp_path / (figure + turn)), *runs)
+            made.append([(tmp_path / f"{figure}{turn}.{end}").read_bytes() for end in ("png", "svg")])
+        assert made[0] == made[1] and len(made[0][0]) > 5000
+    assert {k: len(v[1]) for k, v in plot.grouped(runs).items()} == {"prenorm": 2, "lns": 1}
+    with pytest.raises(SystemExit, match="nowhere/log.jsonl is missing"):
+        plot.main("loss", str(tmp_path / "x"), "nowhere")
+    with pytest.raises(SystemExit, match="no figure 'lss': choose one of loss"):
+        plot.main("lss", str(tmp_path / "x"), *runs)
+    assert set(RESIDUALS) <= set(plot.COLOURS)
+
+
+def test_sweep_trains_the_grid_then_seeds_at_the_best_and_skips_what_is_there(data, tmp_path, monkeypatch, capsys):
+    sys.path.insert(0, os.path.join(HERE, "runs"))
+    import sweep
+
+    ran, really = [], subprocess.run
+
+    def in_process(command, **how):
+        if command[0] != sys.executable:
+            return really(command, **how)  # git, say
+        name, *argv = command[1:]
+        out = next(a for a in argv if a.startswith("--out_dir="))[10:]
+        ran.append((name, os.path.basename(out)))
+        train(data, out, *argv) if name == "train.py" else script(name, *argv, "--depth_tokens=64")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(sweep.subprocess, "run", in_process)
+    monkeypatch.setattr(sweep, "ROOT", tmp_path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    how = dict(learning_rates=[1e-4, 1e-2], seeds=[1, 2], then=["--what=depth"])
+    variants = {"plain": [], "scaled": ["--residual=lns"]}
+    with monkeypatch.context() as patch:  # signal handlers belong to the main thread, and the pool has others
+        patch.setattr(signal, "signal", lambda *args: None)
+        losses = sweep.sweep("toy", variants, **how)
+        expected = [f"{v}-{lr}-{s}" for lr, s in (("0.0001", 1), ("0.01", 1), ("0.01", 2)) for v in variants]
+        assert [name for kind, name in ran if kind == "train.py"] == expected and len(ran) == 12
+        assert sweep.sweep("toy", variants, **how) == losses and len(ran) == 12
+    assert [len(losses["plain"][lr]) for lr in (1e-4, 1e-2)] == [1, 2]
+    sweep.table(losses)
+    assert (
+        f"{np.mean(losses['plain'][1e-2]):.3f} ± {np.std(losses['plain'][1e-2], ddof=1):.3f} (2)"
+        in capsys.readouterr().out
+    )
+
+
+def test_bench_prints_ratios(data, tmp_path, capsys):
+    argv = "--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2 --rounds=2".split()
+    script("bench.py", *argv, f"--data_dir={data}", f"--out={tmp_path / 'bench.json'}")
+    assert "v. float32" in capsys.readouterr().out
+    assert json.load(open(tmp_path / "bench.json"))["float32"]["speedup"] == 1
+
+
+def readme_commands():
+    text = open(os.path.join(HERE, "README.md")).read()
+    return [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.strip().splitlines()]
+
+
+def test_every_command_of_the_readme_runs_at_toy_size(tmp_path):
+    write_texts(tmp_path)
+    place = tmp_path / "clone"
+    files = subprocess.run(["git", "ls-files"], cwd=HERE, capture_output=True, text=True).stdout.split()
+    for file in files:
+        (place / file).parent.mkdir(parents=True, exist_ok=True)
+        (place / file).write_bytes(open(os.path.join(HERE, file), "rb").read())
+    (place / ".venv" / "bin").mkdir(parents=True)
+    os.symlink(sys.executable, place / ".venv" / "bin" / "python")
+    (place / ".venv" / "ready").touch()  # what the Makefile makes with pip
+    shape = (
+        " ".join(a for a in TINY_RUN if "device" not in a)
+        + " --n_kv_head=1 --n_hidden=32 --vocab_size=300 --total_batch_tokens=128"
+    )
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.path.dirname(os.path.dirname(torch.__file__)),
+    }
+    commands = readme_commands()
+    assert {"make train", "make test"} <= set(commands) and len(commands) > 8
+    for command in commands:
+        toy = re.sub(r"^python ", f"{sys.executable} ", command)
+        toy = toy.replace("torchrun", f"{sys.executable} -m torch.distributed.run").replace(
+            "nproc_per_node=8", "nproc_per_node=2"
+        )
+        if command == "make test":
+            continue  # this is it
+        if command == "make train":
+            toy += f" ARGS='{shape}'"
+        elif "prepare_c4.py --source" in command:
+            toy = re.sub(
+                r"--source=\S+", f"--source={tmp_path}/a.jsonl --data_dir=data/c4 --tokenizer=bytes", toy
+            ).replace("10e9", "10e4")
+        elif "train.py" in command and "--help" not in command:
+            toy += " " + shape + (" --batch_size=2" if "torchrun" in command else "")
+        elif "eval.py" in command:
+            toy += " --max_new_tokens=5 --eval_tokens=512 --depth_tokens=512"
+        elif "bench.py" in command:
+            toy += " --n_layer=1 --n_head=2 --n_embd=32 --rounds=2"
+        result = subprocess.run(toy, shell=True, cwd=place, env=env, capture_output=True, text=True)
+        assert result.returncode == 0, f"{command}\n{result.stdout[-1500:]}\n{result.stderr[-3000:]}"
+
+
+SOURCES = sorted(glob.glob(os.path.join(HERE, "*.py")) + glob.glob(os.path.join(HERE, "runs", "*.py")))
+
+
+def test_files_functions_and_lines_stay_short():
+    budget = {"model.py": 350, "norms.py": 270, "train.py": 440, "prepare_c4.py": 420, "test_all.py": 2000}
+    for path in SOURCES:
+        text = open(path).read()
+        lines = text.splitlines()
+        assert len(lines) <= budget.get(os.path.basename(path), 200), path
+        assert max(map(len, lines)) <= 120, path
+        if not path.endswith("test_all.py"):
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef):
+                    assert node.end_lineno - node.lineno < 60, (path, node.name)
+
+
+def test_only_the_launcher_speaks_through_the_environment():
+    for path in SOURCES:
+        if not path.endswith("test_all.py"):
+            named = re.findall(r"environ\S*", open(path).read())
+            assert set(named) <= {"environ.get(k,", "environ"}, (path, named)
+            assert not re.findall(r"except( Exception)?:", open(path).read()), path
+
+
+@pytest.mark.parametrize("name", ["model", "norms", "prepare_c4", "eval", "plot", "bench", "configurator"])
+def test_importing_does_nothing(name, tmp_path):
+    code = f"import sys; sys.path.insert(0, {HERE!r}); import {name}"
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, os.listdir(tmp_path)) == (0, "", []), result.stderr

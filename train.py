@@ -126,8 +126,8 @@ if total_batch_tokens is not None:
     gradient_accumulation_steps = total_batch_tokens // micro_tokens
 tokens_per_step = total_batch_tokens or gradient_accumulation_steps * micro_tokens
 if tokens_per_step % (micro_tokens * world):
-    fail(f"{tokens_per_step} tokens a step do not divide over {world} ranks x {batch_size} sequences x {config.block_size} "
-         f"tokens: change batch_size or " + ("total_batch_tokens" if total_batch_tokens else "gradient_accumulation_steps"))  # fmt: skip
+    shape = f"{world} ranks x {batch_size} sequences x {config.block_size} tokens"
+    fail(f"{tokens_per_step} tokens a step do not divide over {shape}: change batch_size or the accumulation")
 micro_steps = tokens_per_step // (micro_tokens * world)  # of each rank
 
 train_windows, val_windows = (Windows(data_dir, split, config.block_size) for split in ("train", "val"))
@@ -152,7 +152,9 @@ if init_from != "scratch":
         fail(f"{path}: no such checkpoint; init_from is scratch, resume, auto or a checkpoint's path")
     saved = torch.load(path, map_location="cpu", weights_only=True)
     free = {"dropout", "init", "init_scale", "init_out"} | (set() if init_from == "resume" else {"block_size"})
-    differs = [f"{k}={v!r}, not {settings[k]!r}" for k, v in saved["config"].items() if v != settings[k] and k not in free]
+    differs = [
+        f"{k}={v!r}, not {settings[k]!r}" for k, v in saved["config"].items() if v != settings[k] and k not in free
+    ]
     if differs:
         fail(f"{path} was trained with {'; '.join(differs)}")
     if saved["meta"]["tokenizer_sha256"] != meta["tokenizer_sha256"]:
@@ -167,7 +169,9 @@ if init_from != "scratch":
 if world > 1:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 if compile:
-    for block in model.blocks:  # one block at a time: they share one graph, so a deep model compiles as fast as a flat one
+    for (
+        block
+    ) in model.blocks:  # one block at a time: they share one graph, so a deep model compiles as fast as a flat one
         block.compile()
 net = model  # what is called in training
 if shard == "fsdp":  # float32 shards are gathered, so that the numbers are those of DDP
@@ -222,7 +226,7 @@ def learning_rate_factor(step):
 
 
 def whole(x):
-    """A state dict with each sharded tensor put together and each tensor on the CPU; under FSDP all ranks must call it."""
+    """A state dict with sharded tensors put together and all tensors on the CPU; under FSDP every rank must call it."""
     if isinstance(x, dict):
         return {k: whole(v) for k, v in x.items()}
     x = x.full_tensor() if isinstance(x, DTensor) else x
@@ -266,7 +270,9 @@ def save(name):
 def git(*args):
     """What git says of this directory; nothing where there is no git"""
     try:
-        return subprocess.run(["git", *args], cwd=os.path.dirname(__file__) or ".", capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *args], cwd=os.path.dirname(__file__) or ".", capture_output=True, text=True
+        ).stdout.strip()
     except FileNotFoundError:
         return ""
 
@@ -313,18 +319,25 @@ def peak_memory_gb():
 header = run_header()
 if main:
     os.makedirs(out_dir, exist_ok=True)
-    if init_from == "resume":  # what was logged behind the checkpoint is about to be done again
-        lines = [line for line in open(log_path) if line.endswith("\n") and json.loads(line).get("step", 0) <= step]
+    if os.path.exists(log_path):  # what was logged behind the checkpoint, or torn by a kill, is about to be done again
+        lines = [line for line in open(log_path) if line.endswith("\n")]
         with atomic(log_path) as file:
-            file.write("".join(lines).encode())
+            file.write("".join(line for line in lines if json.loads(line).get("step", -1) <= (step or -1)).encode())
     echo(settings)
-    print(f"{header['params']['all']:,} parameters: " + ", ".join(f"{v:,} {k}" for k, v in header["params"].items() if k != "all"))
-    print(f"{device_name}, {dtype}, compile={compile}, {world} rank(s) x {micro_steps} micro-step(s) x {batch_size} x "
-          f"{config.block_size} = {tokens_per_step:,} tokens a step, {flops_per_step:.3g} FLOPs, {max_iters} steps")  # fmt: skip
+    print(
+        f"{header['params']['all']:,} parameters: "
+        + ", ".join(f"{v:,} {k}" for k, v in header["params"].items() if k != "all")
+    )
+    print(f"{device_name}, {dtype}, compile={compile}, {max_iters} steps of {flops_per_step:.3g} FLOPs and")
+    print(
+        f"{world} rank(s) x {micro_steps} micro-step(s) x {batch_size} x {config.block_size} = {tokens_per_step} tokens"
+    )
     if wandb_log:
         import wandb
 
         wandb.init(project=wandb_project, name=out_dir, config=settings)
+if init_from != "resume":
+    save("ckpt.pt")  # so that there is something to resume from the first moment on
 log({"run": header})
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,9 +371,12 @@ def show(record, eta):
         mfu = "" if record["mfu"] is None else f" | mfu {record['mfu']:.1%}"
         bad = f" | not finite, skipped: {bad_steps} in a row" if bad_steps else ""
         minutes, seconds = divmod(round(eta), 60)
-        print(f"step {step}/{max_iters} | loss {record['loss'] or math.nan:.4f}{val} | lr {record['lr']:.2e} | norm "
-              f"{record['grad_norm'] or math.nan:.2f} | {record['tok_s']:,.0f} tok/s{mfu} | {record['mem_gb']:.1f} GB | ETA "
-              f"{minutes}:{seconds:02d}{bad}", flush=True)  # fmt: skip
+        loss, norm = record["loss"] or math.nan, record["grad_norm"] or math.nan
+        print(
+            f"step {step}/{max_iters} | loss {loss:.4f}{val} | lr {record['lr']:.2e} | norm {norm:.2f}{bad} | "
+            f"{record['tok_s']:,.0f} tok/s{mfu} | {record['mem_gb']:.1f} GB | ETA {minutes}:{seconds:02d}",
+            flush=True,
+        )
 
 
 if step == 0 and eval_interval:
@@ -399,9 +415,9 @@ while step < max_iters and not stopped:
         bad_steps += 1
     step += 1
     record = {
-        "step": step, "tokens": step * tokens_per_step, "loss": loss if good else None, "val_loss": None,
-        "lr": learning_rate * factor, "grad_norm": norm if good else None, "tok_s": None, "mfu": None, "flops": step * flops_per_step,
-        "mem_gb": peak_memory_gb(), "bad_steps": bad_steps,
+        "step": step, "tokens": step * tokens_per_step, "flops": step * flops_per_step,
+        "loss": loss if good else None, "val_loss": None, "grad_norm": norm if good else None, "bad_steps": bad_steps,
+        "lr": learning_rate * factor, "tok_s": None, "mfu": None, "mem_gb": peak_memory_gb(),
     }  # fmt: skip
     if log_grad_norms and due(log_interval):
         record["grad_norms"] = {n: float(whole(p.grad.norm())) for n, p in model.named_parameters()}

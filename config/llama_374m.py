@@ -1,5 +1,6 @@
 """
-The Llama-like 374M shape of the norm papers on C4, 50000 steps of 32 x 1024 tokens; how it is trained is in published_*.py:
+The Llama-like 374M shape of the norm papers, on C4: 50000 steps of 32 x 1024 tokens.
+How each mode is trained there is in published_*.py:
 torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py config/published_prenorm.py
 """
 

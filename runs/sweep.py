@@ -5,6 +5,7 @@ killed and started again. A log is results/NAME/VARIANT-LR-SEED/log.jsonl.
 """
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -23,20 +24,17 @@ def final_loss(run):
         return None
     header, last = next(r["run"] for r in records if "run" in r), records[-1]
     if last["bad_steps"] >= header["settings"]["max_bad_steps"]:
-        return float("inf")
+        return math.inf
     return last["val_loss"] if last["step"] >= header["max_iters"] else None
 
 
 def train(run, args, then):
-    if final_loss(run) is not None:
-        return
-    run.mkdir(parents=True, exist_ok=True)
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    common = dict(cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
-    command = [sys.executable, "train.py", *args, f"--out_dir={run}", "--init_from=auto"]
-    if subprocess.run(command, **common).returncode == 0 and then:
+    common = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    if final_loss(run) is None:
+        subprocess.run([sys.executable, "train.py", *args, f"--out_dir={run}", "--init_from=auto"], **common)
+        print(run.name, final_loss(run), flush=True)
+    if then and not (run / "eval.json").exists() and (final_loss(run) or math.inf) < math.inf:
         subprocess.run([sys.executable, "eval.py", f"--out_dir={run}", *then], check=True, **common)
-    print(run.name, final_loss(run), flush=True)
 
 
 def sweep(name, variants, learning_rates, seeds, common=(), then=()):
@@ -57,7 +55,8 @@ def sweep(name, variants, learning_rates, seeds, common=(), then=()):
         more = [(variant, best(variant), seed) for seed in seeds[1:] for variant in variants]
         list(pool.map(lambda job: train(run(*job), args(*job), then), more))
     return {
-        v: {lr: [x for s in seeds if (x := final_loss(run(v, lr, s))) is not None] for lr in learning_rates} for v in variants
+        v: {lr: [x for s in seeds if (x := final_loss(run(v, lr, s))) is not None] for lr in learning_rates}
+        for v in variants
     }
 
 
@@ -68,6 +67,6 @@ def table(losses):
     print("|---" * (len(rates) + 2) + "|")
     for variant, by_lr in losses.items():
         top = min(by_lr.values(), key=lambda x: x[0])
-        spread = statistics.stdev(top) if len(top) > 1 else float("nan")
+        spread = statistics.stdev(top) if len(top) > 1 else math.nan
         cells = " | ".join(f"{x[0]:.3f}" for x in by_lr.values())
         print(f"| {variant} | {cells} | {statistics.mean(top):.3f} ± {spread:.3f} ({len(top)}) |")
