@@ -1,25 +1,29 @@
 """
 The stopwatch: candidates side by side in one process, in rotating order, as medians, quartiles and ratios.
 
-    python bench.py --n_layer=6 --n_head=6 --n_embd=384 --batch_size=16      train.py's defaults v. plain float32
-
-This first version has one part, a whole training step.
+    python bench.py --what=train --n_layer=6 --n_head=6 --n_embd=384 --batch_size=16
+    python bench.py --what=data
 """
 
-import json
+import os
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
+from multiprocessing import get_context
 
 import torch
 
 from configurator import configure
 from model import GPT, GPTConfig
-from prepare_c4 import Loader, Windows
+from prepare_c4 import Loader, Windows, batches, get_tokenizer, in_order, list_files, start_worker, write_json
 
+what = "train"  # which part: train, a whole training step; data, the tokeniser of prepare_c4.py
 data_dir = "data/python"  # shards to train on
 batch_size = 8  # sequences a step
+tokenizer = "bytes"  # data: the tokenizer to measure, as in prepare_c4.py
+megabytes = 10  # data: about so much text
 rounds = 7  # timed rounds, after two that are not
 out = "bench.json"  # where the figures go
 
@@ -57,8 +61,8 @@ def race(steps, batches):
     return {name: t[2:] for name, t in times.items()}
 
 
-def main():
-    settings = configure(globals(), GPTConfig, argv=sys.argv[1:])
+def train(settings):
+    """A training step as train.py does it by default, and what each part of that brings, against plain float32"""
     config = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
     loader = Loader(Windows(data_dir, "train", config.block_size), batch_size, 1, seed=1)
     began = time.perf_counter()
@@ -69,11 +73,9 @@ def main():
         "bfloat16": candidate(config, bfloat16=True, compile=False, fused=True),
         "bfloat16, compiled": candidate(config, bfloat16=True, compile=True, fused=True),
     }
-    times = race(steps, batches)
+    times, report = race(steps, batches), {"loader_s": loading}
     flops = batch_size * config.block_size * GPT(config).flops_per_token()
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {batch_size} x {config.block_size} tokens")
     print(f"{'step':<20} {'median':>9} {'quartiles':>19} {'GFLOP/s':>8} {'v. float32':>10}")
-    report = {"settings": settings, "torch": torch.__version__, "threads": torch.get_num_threads(), "loader_s": loading}
     for name, t in times.items():
         low, median, high = statistics.quantiles(t, n=4)
         ratio = statistics.median(a / b for a, b in zip(times["float32"], t))
@@ -82,8 +84,38 @@ def main():
         report[name] = {"seconds": t, "median": median, "quartiles": [low, high], "speedup": ratio}
     share = loading / min(statistics.median(t) for t in times.values())
     print(f"loader: {loading * 1e3:.2f} ms a batch, {share:.2%} of the fastest step")
-    with open(out, "w") as file:
-        json.dump(report, file, indent=1)
+    return report
+
+
+def data(settings):
+    """Tokens a second of prepare_c4.py's processes together, against cores x one thread of the bare tokenizer"""
+    files, cores = list_files("python")[0][: megabytes * 60], os.cpu_count()
+    jobs = list(batches(files, lambda text: True, (0, 0)))
+    texts = [text for job in jobs for _, _, text in job]
+    encoding, report = get_tokenizer(tokenizer), {}
+    with ProcessPoolExecutor(cores, get_context("spawn"), start_worker, (tokenizer,)) as pool:
+        list(in_order(pool, jobs[: 2 * cores], 4 * cores))  # the processes are up
+        for turn in range(rounds):
+            began = time.perf_counter()
+            tokens = sum(map(len, encoding.encode_ordinary_batch(texts, num_threads=1)))
+            report.setdefault("bare", []).append(tokens / (time.perf_counter() - began))
+            began = time.perf_counter()
+            tokens = sum(len(ids) for results in in_order(pool, jobs, 4 * cores) for _, _, ids in results)
+            report.setdefault("prepare", []).append(tokens / (time.perf_counter() - began))
+    bare, ours = (statistics.median(report[k]) for k in ("bare", "prepare"))
+    print(f"bare tokenizer, one thread: {bare / 1e6:.2f} M tokens/s; {cores} processes: {ours / 1e6:.2f} M tokens/s, ")
+    print(f"{ours / bare / cores:.0%} of {cores} x the bare rate")
+    return report
+
+
+def main():
+    settings = configure(globals(), GPTConfig, argv=sys.argv[1:])
+    if what not in ("train", "data"):
+        raise SystemExit(f"what={what!r}: choose train or data")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    report = {"settings": settings, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    report[what] = (train if what == "train" else data)(settings)
+    write_json(out, report)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def literal(text, types):
     """The Python literal that text spells; text itself where it spells none, or where a string is meant."""
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError):
         return text
     return value if type(value) in types or str not in types else text
 
@@ -96,14 +96,15 @@ def literal(text, types):
 def read_file(path):
     try:
         body = ast.parse(open(path).read()).body
-    except (OSError, SyntaxError) as error:
+    except (OSError, ValueError, SyntaxError) as error:
         raise SystemExit(f"{path}: not a readable config file ({error}); settings are written --key=value")
     for node in body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
         try:
-            yield path, node.targets[0].id, ast.literal_eval(node.value)
-        except (AttributeError, ValueError):
+            (target,) = node.targets
+            yield path, target.id, ast.literal_eval(node.value)
+        except (AttributeError, ValueError, TypeError):
             raise SystemExit(f"{path}, line {node.lineno}: expected key = literal, got {ast.unparse(node)!r}")
 
 

@@ -4,6 +4,8 @@ Ask a checkpoint: its loss, what its stream does through depth, and a sample of 
     python eval.py --out_dir=out --what=loss,depth,sample --prompt='def main():'
 """
 
+import codecs
+import json
 import os
 import sys
 
@@ -35,7 +37,7 @@ def load(path, device="cpu"):
     """A checkpoint of train.py and the model in it"""
     if not os.path.exists(path):
         raise SystemExit(f"{path}: no such checkpoint")
-    state = torch.load(path, map_location=device, weights_only=True)
+    state = torch.load(path, map_location="cpu", weights_only=True)
     model = GPT(GPTConfig(**state["config"])).to(device)
     model.load_state_dict(state["model"])
     return state, model.eval()
@@ -51,14 +53,18 @@ def eval_batches(windows, count, batch_size, device, rank=0, world=1):
         yield x, y
 
 
+def count_windows(windows, tokens):
+    """How many whole windows there are in so many tokens, at least one; all of them for None"""
+    return len(windows) if tokens is None else min(len(windows), max(1, tokens // windows.T))
+
+
 @torch.no_grad()
 def evaluate(model, windows, tokens, batch_size, device, rank=0, world=1):
     """Mean loss over the first `tokens` tokens of a split (all, if None), in whole windows: the same ones every time,
     and the same number whatever the batch size and the number of ranks."""
-    count = min(len(windows), max(1, tokens // windows.T)) if tokens else len(windows)
-    total, training = torch.zeros(2, dtype=torch.float32, device=device), model.training
+    total, training = torch.zeros(2, dtype=torch.float64, device=device), model.training
     model.eval()
-    for x, y in eval_batches(windows, count, batch_size, device, rank, world):
+    for x, y in eval_batches(windows, count_windows(windows, tokens), batch_size, device, rank, world):
         logits = model(x)[0].float()
         total[0] += F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1), ignore_index=-1, reduction="sum")
         total[1] += (y >= 0).sum()
@@ -75,7 +81,7 @@ def depth(model, windows, tokens, batch_size, device):
     hooks = [block.register_forward_pre_hook(lambda m, args: seen.append(args[0].x)) for block in model.blocks[:1]]
     hooks += [block.register_forward_hook(lambda m, args, out: seen.append(out.x)) for block in model.blocks]
     total, n = torch.zeros(len(model.blocks) + 1, 3, device=device), 0
-    for x, y in eval_batches(windows, max(1, tokens // windows.T), batch_size, device):
+    for x, y in eval_batches(windows, count_windows(windows, tokens), batch_size, device):
         seen.clear()
         model(x[y[:, 0] >= 0])
         for i, s in enumerate(map(wide, seen)):
@@ -95,10 +101,11 @@ def sample(model, encoding, device):
         torch.tensor([ids], device=device), max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         stop=encoding.eot_token, n_vocab=encoding.n_vocab,
     )  # fmt: skip
+    characters = codecs.getincrementaldecoder("utf-8")("replace")  # a character can be several tokens
     print(prompt, end="", flush=True)
     for token in made:
         ids.append(int(token))
-        print(encoding.decode(ids[-1:]), end="", flush=True)
+        print(characters.decode(encoding.decode_single_token_bytes(ids[-1])), end="", flush=True)
     print()
     return encoding.decode(ids)
 
@@ -120,7 +127,11 @@ def main():
     windows = Windows(data_dir or state["settings"]["data_dir"], "val", model.config.block_size)
     if windows.meta["tokenizer_sha256"] != state["meta"]["tokenizer_sha256"]:
         raise SystemExit("the data's tokenizer is not the one that the checkpoint was trained with")
-    report = {"checkpoint": checkpoint, "step": state["step"], "settings": settings}
+    path, report = os.path.join(out_dir, "eval.json"), {"checkpoint": checkpoint, "step": state["step"]}
+    if os.path.exists(path):  # parts that were asked of the same checkpoint before stay
+        old = json.load(open(path))
+        report = old if old.items() >= report.items() else report
+    report["settings"] = settings
     if "loss" in parts:
         report["loss"] = evaluate(model, windows, eval_tokens, batch_size, device)
         print(f"loss {report['loss']:.4f} nats a token")
@@ -130,7 +141,7 @@ def main():
     if "sample" in parts:
         directory = data_dir or state["settings"]["data_dir"]
         report["sample"] = sample(model, meta_tokenizer(directory, windows.meta), device)
-    write_json(os.path.join(out_dir, "eval.json"), report)
+    write_json(path, report)
 
 
 if __name__ == "__main__":

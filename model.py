@@ -207,22 +207,39 @@ class GPT(nn.Module):
                 groups["embeddings"].append(name)
             elif isinstance(owner, nn.Linear) and p.ndim == 2:
                 groups["matrices"].append(name)
-            elif p.numel() == 1 or isinstance(owner, (residual, residual.ends)):
-                groups["gates"].append(name)  # what a residual learns besides the gains of its norms
+            elif isinstance(owner, (residual, residual.ends)) or (p.numel() == 1 and not isinstance(owner, nn.Linear)):
+                groups["gates"].append(name)  # what a residual learns besides the gains of its norms, and their scalars
             else:
                 groups["vectors"].append(name)
         return groups
 
-    def num_params(self, embedding=True):
-        return sum(p.numel() for p in self.parameters()) - (0 if embedding else self.embed.weight.numel())
+    def optimizers(self, kind, learning_rate, gate_lr, weight_decay, betas):
+        """AdamW for all, or Muon for the matrices and AdamW for the rest. Each group has its own peak learning rate."""
+        named, names = dict(self.named_parameters()), self.param_groups()
+        assert sorted(sum(names.values(), [])) == sorted(named), "every parameter is in exactly one group"
+        gate_lr = learning_rate if gate_lr is None else gate_lr
+        peaks = {"matrices": learning_rate, "embeddings": learning_rate, "vectors": learning_rate, "gates": gate_lr}
+        decays = {"matrices": weight_decay, "embeddings": weight_decay, "vectors": 0.0, "gates": 0.0}
+        groups = {
+            key: {"params": [named[n] for n in names[key]], "peak": peaks[key], "weight_decay": decays[key]}
+            for key in names
+            if names[key]
+        }
+        made = []
+        if kind == "muon":  # match_rms_adamw: updates as large as AdamW's, so that learning_rate keeps its meaning
+            made.append(torch.optim.Muon([groups.pop("matrices")], lr=learning_rate, adjust_lr_fn="match_rms_adamw"))
+        fused = self.embed.weight.device.type in ("cuda", "cpu")
+        return [*made, torch.optim.AdamW([*groups.values()], lr=learning_rate, betas=betas, fused=fused)]
 
-    def flops_per_token(self, T=None, backward=True):
-        """Matmul FLOPs: 2 for each weight of a linear, the head's too, tied or not; 2 C for a query's score with a key
-        it may see and 2 C to sum the values, with (T + 1) / 2 keys on average. Backward: twice that."""
-        T = T or self.config.block_size
+    def num_params(self):
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self):
+        """Matmul FLOPs of a training step: 2 for each weight of a linear, the head too, tied or not; 2 C for the
+        score of a query with a key and 2 C to sum the values, (T + 1) / 2 keys on average. The backward: twice that."""
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        scores = sum(4 * block.attn.wq.out_features for block in self.blocks) * (T + 1) / 2
-        return (2 * weights + scores) * (3 if backward else 1)
+        scores = sum(4 * block.attn.wq.out_features for block in self.blocks) * (self.config.block_size + 1) / 2
+        return 3 * (2 * weights + scores)
 
     @torch.no_grad()
     def stream_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, n_vocab=None):
@@ -234,7 +251,7 @@ class GPT(nn.Module):
         text, new, done = idx, idx[:, -size:], torch.zeros_like(idx[:, :1], dtype=torch.bool)
         for _ in range(max_new_tokens):
             if cache.length + new.size(1) > size:
-                cache.length, new = 0, text[:, -(size // 2) :]
+                cache.length, new = 0, text[:, -max(1, size // 2) :]
             logits = self(new, cache=cache)[0][:, -1, :n_vocab].float()  # (B, V)
             new = sample(logits, temperature, top_k, top_p)
             if stop is not None:
@@ -251,9 +268,11 @@ class GPT(nn.Module):
 
 
 def check(config):
-    for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
-        if getattr(config, name) < 1:
+    for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size", "vocab_size"):
+        if getattr(config, name) is not None and getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)}: give at least 1")
+    if config.rope_base <= 0:
+        raise ValueError(f"rope_base={config.rope_base}: must be above 0")
     C, H, G = config.n_embd, config.n_head, config.n_kv_head or config.n_head
     if C % H:
         raise ValueError(f"n_embd={C} does not divide into n_head={H} heads")
@@ -282,6 +301,10 @@ def cross_entropy(logits, targets):
 
 def sample(logits, temperature, top_k, top_p):
     """One id for each row of logits (B, V): (B, 1)"""
+    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and top_p <= 0):
+        raise ValueError(
+            f"{temperature=}, {top_k=}, {top_p=}: temperature is at least 0, top_k at least 1, top_p above 0"
+        )
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature

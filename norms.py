@@ -87,10 +87,6 @@ class LayerNorm(nn.Module):
         return (y if self.shift is None else y + self.shift).to(x.dtype)
 
 
-class NoNorm(nn.Identity):
-    """y = x, for the study of what norms are for"""
-
-
 class DyT(nn.Module):
     """y = gain * tanh(alpha x) + shift, alpha a learned scalar"""
 
@@ -110,7 +106,7 @@ class DyT(nn.Module):
         return (self.gain * torch.tanh(self.alpha * wide(x)) + self.shift).to(x.dtype)
 
 
-NORMS = {"rms": RMSNorm, "layer": LayerNorm, "none": NoNorm}
+NORMS = {"rms": RMSNorm, "layer": LayerNorm, "none": nn.Identity}
 
 
 def make_norm(config):
@@ -204,7 +200,7 @@ class NoSkip(PostNorm):
         refuse(config, "none", branch_scale="one")  # the norm would undo it
 
     def write(self, stream, f, gate=1.0):
-        return stream._replace(x=self.norm(gate * f))
+        return stream._replace(x=self.norm((gate * f).to(stream.x.dtype)))
 
 
 class PeriNorm(PreNorm):

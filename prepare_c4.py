@@ -23,7 +23,8 @@ import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from threading import Thread
 
 import numpy as np
 import tiktoken
@@ -43,6 +44,7 @@ workers: int | None = None  # processes that tokenise; None: one a core
 C4 = "hf://datasets/allenai/c4/en/c4-{split}.{i:05d}-of-{n:05d}.json.gz"  # 1024 files train, 8 validate
 HEADER = struct.Struct("<8sII Q 32s 8x")  # magic, version, bytes a token, tokens, sha256 of the tokenizer: 64 bytes
 MAGIC, VERSION = b"resshard", 1
+EOT = "<|endoftext|>"
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 
@@ -56,13 +58,15 @@ def get_tokenizer(name):
         ranks = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding(name, pat_str=r"[\s\S]{1,32}", mergeable_ranks=ranks, special_tokens={EOT: 256})
     if name.endswith(".tiktoken"):
+        if not os.path.exists(name):
+            raise SystemExit(f"{name}: no such file of tokens and ranks")
         lines = [line.split() for line in open(name, "rb") if line.strip()]
         ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
         return tiktoken.Encoding(name, pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={EOT: len(ranks)})
+    if name not in tiktoken.list_encoding_names():
+        names = ", ".join(tiktoken.list_encoding_names())
+        raise SystemExit(f"tokenizer={name!r}: choose bytes, a .tiktoken file, or one of {names}")
     return tiktoken.get_encoding(name)
-
-
-EOT = "<|endoftext|>"
 
 
 def fingerprint(encoding):
@@ -143,6 +147,7 @@ def batches(files, keep, start):
 def start_worker(name):
     global encoding
     encoding = get_tokenizer(name)
+    Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # do not outlive a killed parent
 
 
 def tokenise(batch):
@@ -215,21 +220,18 @@ def write_split(name, files, keep, limit, directory, meta, pool, workers):
                 fill, at = fill + len(part), at + len(part)
                 if fill == size:
                     flush([f, n, at])
-        progress(name, split["tokens"] + fill, before, limit, (f + 1) / len(files), began)
-        if limit is not None and split["tokens"] + fill >= limit:
+        tokens = split["tokens"] + fill
+        progress(name, tokens, tokens / limit if limit else f / len(files), (tokens - before) / (time.time() - began))
+        if limit is not None and tokens >= limit:
             break
     flush([len(files), 0, 0], complete=True)
-    print(f"{name}: {split['tokens']:,} tokens in {len(split['shards'])} shards", flush=True)
+    print(f"\n{name}: {split['tokens']:,} tokens in {len(split['shards'])} shards", flush=True)
 
 
-def progress(name, tokens, before, limit, files_done, began):
-    share = tokens / limit if limit else files_done
-    rate = (tokens - before) / max(time.time() - began, 1e-9)
-    left = tokens * (1 / share - 1) / rate
-    bar = "#" * int(20 * share)
-    print(f"\r{name} [{bar:<20}] {tokens:,} tokens, {rate / 1e6:.2f} M/s, ETA {left:.0f} s   ", end="", file=sys.stderr)
-    if share >= 1:
-        print(file=sys.stderr)
+def progress(name, tokens, share, rate):
+    eta = f"{tokens * (1 / share - 1) / rate:.0f} s" if share and rate else "?"
+    bar = f"{name} [{'#' * int(20 * share):<20}] {tokens:,} tokens, {rate / 1e6:.2f} M/s, ETA {eta}   "
+    print("\r" + bar, end="", file=sys.stderr, flush=True)
 
 
 def prepare(settings):
@@ -239,8 +241,10 @@ def prepare(settings):
     limit, cores = settings["max_tokens"], settings["workers"] or os.cpu_count()
     if source == "c4" and limit is None:
         raise SystemExit("c4 is some 160e9 tokens, 320 GB of shards: say how many you want with --max_tokens=1e9")
-    if settings["shard_tokens"] < 1 or not 0 <= settings["val_share"] < 1 or cores < 1:
-        raise SystemExit("shard_tokens and workers must be at least 1, val_share at least 0 and below 1")
+    if min(settings["shard_tokens"], settings["max_val_tokens"], 1 if limit is None else limit, cores) < 1:
+        raise SystemExit("shard_tokens, max_tokens, max_val_tokens and workers must be at least 1")
+    if not 0 <= settings["val_share"] < 1:
+        raise SystemExit(f"val_share={settings['val_share']}: give a share, 0 <= val_share < 1")
     train, val = list_files(source)
     if settings["val_source"] is not None:
         val = list_files(settings["val_source"])[0]
@@ -248,11 +252,11 @@ def prepare(settings):
         raise SystemExit(f"no file matches {source if not train else settings['val_source']!r}")
     encoding = get_tokenizer(name)
     os.makedirs(directory, exist_ok=True)
-    need, free = (limit or 0) * token_dtype(encoding.n_vocab).itemsize, shutil.disk_usage(directory).free
-    if need > free:
-        raise SystemExit(f"{directory}: {limit:,} tokens need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
-
     meta = open_meta(directory, name, encoding, settings, train, val)
+    left = max(0, (limit or 0) - meta["splits"]["train"]["tokens"])
+    need, free = left * token_dtype(encoding.n_vocab).itemsize, shutil.disk_usage(directory).free
+    if need > free:
+        raise SystemExit(f"{directory}: {left:,} tokens need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
     share = settings["val_share"] if val is None else 0.0
     jobs = {
         "val": (val or train, lambda text: val or validates(text, share), settings["max_val_tokens"]),
@@ -263,6 +267,10 @@ def prepare(settings):
             if not meta["splits"][split]["complete"]:
                 write_split(split, files, keep, most, directory, meta, pool, cores)
     print(f"{directory}: " + ", ".join(f"{s} {meta['splits'][s]['tokens']:,} tokens" for s in jobs))
+
+
+def local_size(path):
+    return os.path.getsize(path) if os.path.exists(path) else None
 
 
 def open_meta(directory, name, encoding, settings, train, val):
@@ -278,7 +286,9 @@ def open_meta(directory, name, encoding, settings, train, val):
         "dtype": token_dtype(encoding.n_vocab).name,
         "shard_tokens": settings["shard_tokens"],
         "made_from": {k: settings[k] for k in ("source", "val_source", "val_share", "max_tokens", "max_val_tokens")},
-        "files_sha256": hashlib.sha256(json.dumps([train, val]).encode()).hexdigest(),
+        "input_files": hashlib.sha256(
+            json.dumps([[f, local_size(f)] for f in (*train, *(val or ()))]).encode()
+        ).hexdigest(),
         "splits": {s: {"tokens": 0, "shards": [], "next": [0, 0, 0], "complete": False} for s in ("val", "train")},
     }
     if os.path.exists(path):
@@ -304,7 +314,7 @@ def read_meta(directory):
     return json.load(open(path))
 
 
-def open_shard(path, meta):
+def open_shard(path, meta, expected):
     """The tokens of one shard, memory-mapped, after every check that its header and its size allow"""
     if not os.path.exists(path):
         raise SystemExit(f"{path} is listed in meta.json but missing: prepare the data again")
@@ -317,6 +327,8 @@ def open_shard(path, meta):
         raise SystemExit(f"{path} has format version {version}, this code reads {VERSION}: prepare the data again")
     if digest.hex() != meta["tokenizer_sha256"] or itemsize != dtype.itemsize:
         raise SystemExit(f"{path} was made with another tokenizer than meta.json says: prepare the data again")
+    if tokens != expected:
+        raise SystemExit(f"{path} holds {tokens} tokens, meta.json says {expected}: prepare the data again")
     if size != HEADER.size + tokens * itemsize:
         raise SystemExit(f"{path} is truncated: it has {size} bytes, its header promises {tokens} tokens")
     return np.memmap(path, dtype, "r", HEADER.size)
@@ -329,7 +341,8 @@ class Windows:
         meta = read_meta(directory)
         if not meta["splits"][split]["complete"]:
             raise SystemExit(f"{directory}: preparation of {split} was cut short: run prepare_c4.py again to finish it")
-        self.shards = [open_shard(os.path.join(directory, s["file"]), meta) for s in meta["splits"][split]["shards"]]
+        shards = meta["splits"][split]["shards"]
+        self.shards = [open_shard(os.path.join(directory, s["file"]), meta, s["tokens"]) for s in shards]
         self.T, self.meta = T, meta
         self.ends = np.cumsum([(len(shard) - 1) // T for shard in self.shards], dtype=np.int64)
         if not len(self.ends) or self.ends[-1] == 0:

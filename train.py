@@ -2,13 +2,14 @@
 Train a language model: read this file from top to bottom, it is the whole story.
 
     python train.py                                                          the default: minutes on any machine
-    python train.py config/llama_374m_prenorm.py --learning_rate=5e-4        settings from a file, then from here
+    python train.py config/byte_6x384.py --learning_rate=1e-3                settings from a file, then from here
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py    one process a GPU
 """
 
 import json
 import math
 import os
+import pickle
 import platform
 import re
 import resource
@@ -58,8 +59,8 @@ max_bad_steps = 5  # give up after so many steps in a row with a loss or gradien
 # what is seen and kept
 eval_interval = 100  # steps between evaluations; 0: never
 eval_tokens = 65536  # validation tokens, the same ones every time
-log_interval = 10  # steps between lines
-log_grad_norms = False  # also the gradient norm of every parameter
+log_interval = 1  # steps between lines
+log_grad_norms = False  # also the gradient norm of every parameter, before clipping
 save_interval = 100  # steps between writes of ckpt.pt; the last step is always written; 0: only that
 keep_interval = 0  # steps between checkpoints that stay, ckpt_000250.pt and so on; 0: none
 wandb_log = False  # send the records to wandb as well
@@ -81,16 +82,25 @@ def fail(message):
 # ---------------------------------------------------------------------------------------------------------------------
 # Who and where: one process, or one of many that torchrun started
 
-choices = {
-    "optimizer": ("adamw", "muon"), "schedule": ("cosine", "wsd"), "shard": ("none", "fsdp"),
-    "dtype": ("auto", "float32", "bfloat16"),
-}  # fmt: skip
-for key, names in choices.items():
-    if settings[key] not in names:
-        fail(f"{key}={settings[key]!r}: choose one of {', '.join(names)}")
-for key in ("max_iters", "batch_size", "gradient_accumulation_steps", "log_interval", "max_bad_steps", "learning_rate"):
-    if settings[key] <= 0:
-        fail(f"{key}={settings[key]}: must be above 0")
+rules = (
+    ("optimizer", lambda v: v in ("adamw", "muon"), "adamw or muon"),
+    ("schedule", lambda v: v in ("cosine", "wsd"), "cosine or wsd"),
+    ("shard", lambda v: v in ("none", "fsdp"), "none or fsdp"),
+    ("dtype", lambda v: v in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
+    ("device", lambda v: re.fullmatch(r"auto|cpu|cuda(:\d+)?", v), "auto, cpu, cuda or cuda:N"),
+    ("device", lambda v: v in ("auto", "cpu") or torch.cuda.is_available(), "auto or cpu: torch sees no CUDA device"),
+    ("max_iters batch_size gradient_accumulation_steps log_interval max_bad_steps", lambda v: v > 0, "above 0"),
+    ("learning_rate eval_tokens flops_budget total_batch_tokens lr_decay_iters wsd_share", lambda v: v > 0, "above 0"),
+    ("seed weight_decay grad_clip beta1 beta2 gate_lr warmup_iters", lambda v: v >= 0, "at least 0"),
+    ("eval_interval save_interval keep_interval", lambda v: v >= 0, "at least 0"),
+    ("beta1 beta2 wsd_share", lambda v: v <= 1, "at most 1"),
+    ("warmup_iters", lambda v: isinstance(v, int) or v <= 1, "a number of steps, or a share of at most 1"),
+    ("min_lr", lambda v: 0 <= v <= learning_rate, f"from 0 to learning_rate={learning_rate}"),
+)
+for keys, holds, what in rules:
+    for key in keys.split():
+        if settings[key] is not None and not holds(settings[key]):
+            fail(f"{key}={settings[key]!r}: must be {what}")
 
 rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 main = rank == 0
@@ -102,7 +112,8 @@ if device.type == "cuda":
     torch.set_float32_matmul_precision("high")
 if dtype == "auto":  # these private checks are the only ones that torch 2.11 to 2.13 have for a CPU
     cpu_has_it = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    dtype = "bfloat16" if (torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_it) else "float32"
+    has_it = torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else cpu_has_it
+    dtype = "bfloat16" if has_it else "float32"
 if shard == "fsdp" and world == 1:
     fail("shard='fsdp' needs several processes: start it with torchrun")
 if compile is None:
@@ -150,11 +161,16 @@ if init_from != "scratch":
     path = ckpt_path if init_from == "resume" else init_from
     if not os.path.exists(path):
         fail(f"{path}: no such checkpoint; init_from is scratch, resume, auto or a checkpoint's path")
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        fail(f"{path} is no checkpoint of train.py: {str(error).splitlines()[0]}")
     free = {"dropout", "init", "init_scale", "init_out"} | (set() if init_from == "resume" else {"block_size"})
-    differs = [
-        f"{k}={v!r}, not {settings[k]!r}" for k, v in saved["config"].items() if v != settings[k] and k not in free
-    ]
+    now, then = asdict(config), saved["config"]
+    if init_from == "resume":  # what decides which data comes next, and what the optimizer remembers, has to stay
+        now |= {"seed": seed, "optimizer": optimizer, "tokens_per_step": tokens_per_step}
+        then = {**then, **saved["settings"], "tokens_per_step": saved["tokens_per_step"]}
+    differs = [f"{k}={then[k]!r}, not {v!r}" for k, v in now.items() if v != then[k] and k not in free]
     if differs:
         fail(f"{path} was trained with {'; '.join(differs)}")
     if saved["meta"]["tokenizer_sha256"] != meta["tokenizer_sha256"]:
@@ -168,10 +184,8 @@ if init_from != "scratch":
 
 if world > 1:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-if compile:
-    for (
-        block
-    ) in model.blocks:  # one block at a time: they share one graph, so a deep model compiles as fast as a flat one
+if compile:  # block by block: they share one graph, so that a deep model compiles as fast as a flat one
+    for block in model.blocks:
         block.compile()
 net = model  # what is called in training
 if shard == "fsdp":  # float32 shards are gathered, so that the numbers are those of DDP
@@ -192,27 +206,6 @@ def sync_gradients(on):
         net.require_backward_grad_sync = on
 
 
-def make_optimizers():
-    """Each group has its peak learning rate; the schedule scales all of them alike."""
-    named, names = dict(model.named_parameters()), model.param_groups()
-    assert sorted(sum(names.values(), [])) == sorted(named), "every parameter is in exactly one group"
-    groups = {
-        key: {"params": [named[n] for n in names[key]], "peak": peak, "weight_decay": decay}
-        for key, peak, decay in (
-            ("matrices", learning_rate, weight_decay),
-            ("embeddings", learning_rate, weight_decay),
-            ("vectors", learning_rate, 0.0),
-            ("gates", learning_rate if gate_lr is None else gate_lr, 0.0),
-        )
-    }
-    made = []
-    if optimizer == "muon":  # match_rms_adamw: its updates are as large as AdamW's, so learning_rate keeps its meaning
-        made.append(torch.optim.Muon([groups.pop("matrices")], lr=learning_rate, adjust_lr_fn="match_rms_adamw"))
-    rest = [group for group in groups.values() if group["params"]]
-    fused = device.type in ("cuda", "cpu")
-    return made + [torch.optim.AdamW(rest, lr=learning_rate, betas=(beta1, beta2), fused=fused)]
-
-
 def learning_rate_factor(step):
     """Share of the peak learning rate at a step: warm-up, then cosine or a linear end, down to min_lr"""
     last, floor = lr_decay_iters or max_iters, 0.1 if min_lr is None else min_lr / learning_rate
@@ -225,12 +218,16 @@ def learning_rate_factor(step):
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def gathered(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def whole(x):
-    """A state dict with sharded tensors put together and all tensors on the CPU; under FSDP every rank must call it."""
+    """A state dict as the main process writes it: tensors whole and on the CPU. Under FSDP every rank must call it."""
     if isinstance(x, dict):
         return {k: whole(v) for k, v in x.items()}
-    x = x.full_tensor() if isinstance(x, DTensor) else x
-    return x.detach().cpu() if isinstance(x, torch.Tensor) else x
+    x = gathered(x)
+    return x.detach().cpu() if main and isinstance(x, torch.Tensor) else None if isinstance(x, torch.Tensor) else x
 
 
 def laid_out(x, p):
@@ -239,7 +236,7 @@ def laid_out(x, p):
     return distribute_tensor(x.to(device), p.device_mesh, p.placements) if alike else x
 
 
-optimizers = make_optimizers()
+optimizers = model.optimizers(optimizer, learning_rate, gate_lr, weight_decay, (beta1, beta2))
 if init_from == "resume":
     for opt, state in zip(optimizers, saved["optimizers"], strict=True):
         params = [p for group in opt.param_groups for p in group["params"]]
@@ -255,7 +252,7 @@ def save(name):
     state = {
         "model": whole(model.state_dict()), "optimizers": [whole(opt.state_dict()["state"]) for opt in optimizers],
         "config": asdict(config), "settings": settings, "meta": meta,
-        "step": step, "bad_steps": bad_steps, "best_val_loss": best_val_loss,
+        "step": step, "tokens_per_step": tokens_per_step, "bad_steps": bad_steps, "best_val_loss": best_val_loss,
     }  # fmt: skip
     if main:
         try:
@@ -307,7 +304,7 @@ if device.type == "cuda":
 else:
     cpuinfo = open("/proc/cpuinfo").read() if os.path.exists("/proc/cpuinfo") else ""
     device_name = re.findall(r"model name\s*: (.*)", cpuinfo + f"model name : {platform.processor()}")[0]
-peak = next((flops for name, flops in PEAKS.items() if name in device_name and dtype == "bfloat16"), None)
+peak = next((flops for name, flops in PEAKS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 def peak_memory_gb():
@@ -324,14 +321,9 @@ if main:
         with atomic(log_path) as file:
             file.write("".join(line for line in lines if json.loads(line).get("step", -1) <= (step or -1)).encode())
     echo(settings)
-    print(
-        f"{header['params']['all']:,} parameters: "
-        + ", ".join(f"{v:,} {k}" for k, v in header["params"].items() if k != "all")
-    )
-    print(f"{device_name}, {dtype}, compile={compile}, {max_iters} steps of {flops_per_step:.3g} FLOPs and")
-    print(
-        f"{world} rank(s) x {micro_steps} micro-step(s) x {batch_size} x {config.block_size} = {tokens_per_step} tokens"
-    )
+    print("parameters: " + ", ".join(f"{count:,} {group}" for group, count in header["params"].items()))
+    print(f"{device_name}, {dtype}, compile={compile}; {max_iters} steps of {flops_per_step:.3g} FLOPs and")
+    print(f"{tokens_per_step} tokens = {world} ranks x {micro_steps} micro-steps x {batch_size} x {config.block_size}")
     if wandb_log:
         import wandb
 
@@ -349,7 +341,7 @@ stopping = False  # a signal says so at any time, the end of a step looks
 def on_signal(number, frame):
     global stopping
     stopping = True
-    signal.signal(number, signal.SIG_DFL)  # a second one means now
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C means now; launchers may repeat a SIGTERM
 
 
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -403,8 +395,8 @@ while step < max_iters and not stopped:
     status[1] = stopping
     if world > 1:
         dist.all_reduce(status)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norms = {n: gathered(p.grad.norm()) for n, p in model.named_parameters()} if log_grad_norms else {}
+    norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
     loss, stopped, norm = torch.cat((status / world, norm.view(1))).tolist()  # a step's one wait for the device
     good = math.isfinite(loss) and math.isfinite(norm)
     if good:
@@ -419,29 +411,29 @@ while step < max_iters and not stopped:
         "loss": loss if good else None, "val_loss": None, "grad_norm": norm if good else None, "bad_steps": bad_steps,
         "lr": learning_rate * factor, "tok_s": None, "mfu": None, "mem_gb": peak_memory_gb(),
     }  # fmt: skip
-    if log_grad_norms and due(log_interval):
-        record["grad_norms"] = {n: float(whole(p.grad.norm())) for n, p in model.named_parameters()}
     for opt in optimizers:
         opt.zero_grad(set_to_none=True)
     busy += time.perf_counter() - began
     last = bool(stopped) or step == max_iters
-    if eval_interval and (due(eval_interval) or last):
+    if due(eval_interval) or (eval_interval and step == max_iters):
         record["val_loss"] = validate()
     if last or bad_steps or record["val_loss"] is not None or due(log_interval):
         record["tok_s"] = (step - since) * tokens_per_step / busy
         record["mfu"] = record["tok_s"] / tokens_per_step * flops_per_step / (peak * world) if peak else None
+        if norms:
+            record["grad_norms"] = {n: float(norm) for n, norm in norms.items()}
         show(record, eta=busy / (step - since) * (max_iters - step))
         log(record)
         since, busy = step, 0.0
     if bad_steps >= max_bad_steps:
-        fail(f"{bad_steps} steps in a row, up to step {step}, had a loss or gradient that is not finite; the last good "
-             f"checkpoint is untouched: go on from it with a lower learning_rate, or look at the data")  # fmt: skip
+        what = f"{bad_steps} steps in a row, up to step {step}, had a loss or gradient that is not finite"
+        fail(f"{what}; the last good checkpoint is untouched: resume it with a lower learning_rate")
     if (record["val_loss"] or math.inf) < best_val_loss:
         best_val_loss = record["val_loss"]
         save("ckpt_best.pt")
-    if due(keep_interval):
+    if due(keep_interval) and not bad_steps:
         save(f"ckpt_{step:06d}.pt")
-    if due(save_interval) or last:
+    if (due(save_interval) or last) and not bad_steps:  # in a bad streak the last good one stays
         save("ckpt.pt")
 
 if main and stopped:

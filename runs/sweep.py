@@ -19,11 +19,11 @@ ROOT = Path(__file__).parent.parent
 def final_loss(run):
     """Validation loss at the end of a run; infinity if it diverged; None if it is not finished"""
     log = run / "log.jsonl"
-    records = [json.loads(line) for line in log.open()] if log.exists() else []
+    records = [json.loads(line) for line in log.open() if line.endswith("\n")] if log.exists() else []
     if not records or "step" not in records[-1]:
         return None
     header, last = next(r["run"] for r in records if "run" in r), records[-1]
-    if last["bad_steps"] >= header["settings"]["max_bad_steps"]:
+    if last.get("bad_steps", 0) >= header["settings"]["max_bad_steps"]:
         return math.inf
     return last["val_loss"] if last["step"] >= header["max_iters"] else None
 
