@@ -555,7 +555,7 @@ def test_preparation_killed_anywhere_goes_on_as_if_nothing_had_happened(tmp_path
         f"--source={tmp_path / 'a.jsonl'}",
         "--tokenizer=bytes",
         "--shard_tokens=500",
-        "--max_tokens=9000",
+        "--max_tokens=4000",
         "--workers=1",
     ]
     whole = make_data(tmp_path / "whole", *argv)
