@@ -37,7 +37,7 @@ class GPTConfig:
     bias: bool = False  # biases in the linears, and LayerNorm's shift
     dropout: float = 0.0  # on the embedding, the attention weights and every sublayer's output
     init: str = "normal"  # linears: normal, kaiming (gain of the activation), xavier or uniform
-    init_scale: float = 0.02  # std of the embedding and of normal; half the width of uniform
+    init_scale: float = 0.05  # std of the embedding and of normal; half the width of uniform
     init_out: str | None = None  # output projections: scaled by 1/sqrt(2 n_layer), plain or zero; None: the mode's own
     branch_scale: str = "one"  # what a sublayer's output is multiplied by: one, or depth for 1/sqrt(n_layer)
     dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: start of alpha before attention, before the MLP, before the head

@@ -8,6 +8,7 @@ out_dir = "out/byte_6x384"
 n_layer = 6
 n_head = 6
 n_embd = 384
+init_scale = 0.03
 batch_size = 16
 max_iters = 300
 learning_rate = 2e-3

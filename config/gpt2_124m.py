@@ -13,6 +13,7 @@ n_head = 12
 n_embd = 768
 block_size = 1024
 vocab_size = 50304
+init_scale = 0.02
 
 batch_size = 32
 total_batch_tokens = 524288

@@ -15,6 +15,7 @@ n_embd = 2048
 n_hidden = 8192
 block_size = 1024
 vocab_size = 50304
+init_scale = 0.02
 activation = "swiglu"
 rope_base = 500000.0
 

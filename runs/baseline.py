@@ -9,7 +9,7 @@ from sweep import sweep, table
 losses = sweep(
     "baseline",
     {"prenorm": []},
-    learning_rates=[1e-3, 2e-3, 4e-3],
+    learning_rates=[2e-3, 4e-3, 1e-3],
     seeds=[1],
     common=["config/byte_6x384.py", "--residual=prenorm", "--log_interval=25", "--save_interval=50", "--device=cpu"],
 )
