@@ -1,7 +1,7 @@
 """
 Figures from logs: python plot.py FIGURE OUT.png RUN [RUN ...]
 
-    loss       validation loss against tokens, from each RUN/log.jsonl
+    loss       validation loss against tokens, and faintly the training loss, from each RUN/log.jsonl
     variance   variance of the stream behind each block, from each RUN/eval.json
 
 Runs that differ only in their seed become one line, their mean, with a band from the least to the most. The same input
@@ -50,27 +50,29 @@ def grouped(runs):
     return groups
 
 
-def draw(axes, runs, curve):
+def draw(axes, runs, curve, band=True, **style):
     """One line a group of runs; curve: run -> (x, y)"""
     for label, (residual, members) in grouped(runs).items():
         xs, ys = zip(*map(curve, members))
         x, n = xs[0], min(map(len, ys))
         columns = [[y[i] for y in ys] for i in range(n)]
-        line = axes.plot(x[:n], [sum(c) / len(c) for c in columns], color=COLOURS.get(residual), label=label, lw=1.5)[0]
-        if len(members) > 1:
-            axes.fill_between(
-                x[:n], [*map(min, columns)], [*map(max, columns)], color=line.get_color(), alpha=0.2, lw=0
-            )
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+        look = {"color": COLOURS.get(residual), "label": label, "lw": 1.5} | style
+        (line,) = axes.plot(x[:n], [sum(c) / len(c) for c in columns], **look)
+        if band and len(members) > 1:
+            low, high = [*map(min, columns)], [*map(max, columns)]
+            axes.fill_between(x[:n], low, high, color=line.get_color(), alpha=0.2, lw=0)
 
 
 def loss(axes, runs):
-    def curve(run):
-        points = [(r["tokens"] / 1e6, r["val_loss"]) for r in read_log(run)[1] if r["val_loss"] is not None]
-        return zip(*points)
+    def curve(key):
+        def points(run):  # from the first step on: what came before says nothing and would set the scale
+            steps = [r for r in read_log(run)[1] if r["step"] and r[key] is not None]
+            return [r["tokens"] / 1e6 for r in steps], [r[key] for r in steps]
 
-    draw(axes, runs, curve)
+        return points
+
+    draw(axes, runs, curve("loss"), band=False, label=None, lw=0.6, alpha=0.5)
+    draw(axes, runs, curve("val_loss"), marker="o", ms=3)
     axes.set(xlabel="million tokens", ylabel="validation loss (nats a token)")
 
 
@@ -99,6 +101,8 @@ def main(figure, out, *runs):
         raise SystemExit(f"plot.py: there is no figure {figure!r}: choose one of {', '.join(FIGURES)}")
     fig, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     FIGURES[figure](axes, runs)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
     stem = os.path.splitext(out)[0]
     fig.savefig(stem + ".png", dpi=150, metadata={"Software": None})
     fig.savefig(stem + ".svg", metadata={"Date": None})

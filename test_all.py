@@ -1152,9 +1152,10 @@ def test_sweep_trains_the_grid_then_seeds_at_the_best_and_skips_what_is_there(da
         if command[0] != sys.executable:
             return really(command, **how)  # git, say
         name, *argv = command[1:]
-        out = next(a for a in argv if a.startswith("--out_dir="))[10:]
+        (out,) = [tmp_path / a[10:] for a in argv if a.startswith("--out_dir=")]
         ran.append((name, os.path.basename(out)))
-        train(data, out, *argv) if name == "train.py" else script(name, *argv, "--depth_tokens=64")
+        argv += ["--depth_tokens=64"] if name == "eval.py" else []
+        train(data, out, *argv, f"--out_dir={out}") if name == "train.py" else script(name, *argv, f"--out_dir={out}")
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(sweep.subprocess, "run", in_process)

@@ -12,8 +12,8 @@ losses = sweep(
     {mode: [f"--residual={mode}"] for mode in modes},
     learning_rates=[1e-3, 3e-3, 1e-2],
     seeds=[1, 2, 3],
-    common="--n_layer=16 --n_embd=64 --n_head=1 --init_scale=0.07 --max_iters=250 --eval_interval=50 --eval_tokens=32768 "
-    "--log_interval=10 --device=cpu --compile=False".split(),
+    common="--n_layer=16 --n_embd=64 --n_head=1 --init_scale=0.07 --max_iters=250 --device=cpu --compile=False "
+    "--eval_interval=50 --eval_tokens=32768 --log_interval=10".split(),
     then=["--what=depth", "--batch_size=8"],
 )
 table(losses)

@@ -31,10 +31,12 @@ def final_loss(run):
 def train(run, args, then):
     common = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     if final_loss(run) is None:
-        subprocess.run([sys.executable, "train.py", *args, f"--out_dir={run}", "--init_from=auto"], **common)
+        subprocess.run(
+            [sys.executable, "train.py", *args, f"--out_dir={run.relative_to(ROOT)}", "--init_from=auto"], **common
+        )
         print(run.name, final_loss(run), flush=True)
     if then and not (run / "eval.json").exists() and (final_loss(run) or math.inf) < math.inf:
-        subprocess.run([sys.executable, "eval.py", f"--out_dir={run}", *then], check=True, **common)
+        subprocess.run([sys.executable, "eval.py", f"--out_dir={run.relative_to(ROOT)}", *then], check=True, **common)
 
 
 def sweep(name, variants, learning_rates, seeds, common=(), then=()):
