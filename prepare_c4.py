@@ -152,8 +152,9 @@ def start_worker(name):
 
 def tokenise(batch):
     """[(file, document, tokens with end-of-text behind them)]; text that spells a special token is just text"""
-    dtype = token_dtype(encoding.n_vocab)
-    return [(f, n, np.array([*encoding.encode_ordinary(text), encoding.eot_token], dtype)) for f, n, text in batch]
+    dtype, eot = token_dtype(encoding.n_vocab), encoding.eot_token
+    ids = [encoding.encode_to_numpy(text, disallowed_special=()) for _, _, text in batch]
+    return [(f, n, np.append(tokens, eot).astype(dtype)) for (f, n, _), tokens in zip(batch, ids)]
 
 
 def token_dtype(n_vocab):
