@@ -103,8 +103,8 @@ def data(settings):
             tokens = sum(len(ids) for results in in_order(pool, jobs, 4 * cores) for _, _, ids in results)
             report.setdefault("prepare", []).append(tokens / (time.perf_counter() - began))
     bare, ours = (statistics.median(report[k]) for k in ("bare", "prepare"))
-    print(f"bare tokenizer, one thread: {bare / 1e6:.2f} M tokens/s; {cores} processes: {ours / 1e6:.2f} M tokens/s, ")
-    print(f"{ours / bare / cores:.0%} of {cores} x the bare rate")
+    share = f"{ours / bare / cores:.0%} of {cores} x the bare rate"
+    print(f"bare tokenizer, one thread: {bare / 1e6:.2f} M tokens/s; {cores} processes: {ours / 1e6:.2f}, {share}")
     return report
 
 
