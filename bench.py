@@ -65,9 +65,12 @@ def train(settings):
     """A training step as train.py does it by default, and what each part of that brings, against plain float32"""
     config = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
     loader = Loader(Windows(data_dir, "train", config.block_size), batch_size, 1, seed=1)
-    began = time.perf_counter()
-    batches = [loader.batch(step, 0) for step in range(rounds + 2)]
-    loading = (time.perf_counter() - began) / len(batches)
+    batches, loads = [], []
+    for step in range(rounds + 2):  # read here and now, not ahead in another thread as in training
+        began = time.perf_counter()
+        batches.append(loader.fetch(step, 0))
+        loads.append(time.perf_counter() - began)
+    loading = statistics.median(loads)
     steps = {
         "float32": candidate(config, bfloat16=False, compile=False, fused=False),
         "bfloat16": candidate(config, bfloat16=True, compile=False, fused=True),
