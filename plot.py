@@ -42,7 +42,7 @@ def grouped(runs):
     """{label: (residual, runs)}: a label says which settings tell these runs apart, the seed aside"""
     settings = {run: read_log(run)[0] for run in runs}
     keys = [k for k in settings[runs[0]] if len({str(s[k]) for s in settings.values()}) > 1]
-    keys = [k for k in keys if k not in ("seed", "out_dir", "init_from")]
+    keys = sorted((k for k in keys if k not in ("seed", "out_dir", "init_from")), key=lambda k: k != "residual")
     groups = {}
     for run, s in settings.items():
         label = ", ".join(str(s[k]) if k == "residual" else f"{k}={s[k]}" for k in keys) or s["residual"]
