@@ -49,7 +49,7 @@ def candidate(config, bfloat16, compile, fused):
     return step
 
 
-def race(steps, batches):
+def race(steps, rows):
     """Seconds of each step, all of them in every round, each round beginning with another"""
     names, times = list(steps), {name: [] for name in steps}
     for turn, batch in enumerate(batches):
@@ -65,18 +65,18 @@ def train(settings):
     """A training step as train.py does it by default, and what each part of that brings, against plain float32"""
     config = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
     loader = Loader(Windows(data_dir, "train", config.block_size), batch_size, 1, seed=1)
-    batches, loads = [], []
+    rows, loads = [], []
     for step in range(rounds + 2):  # read here and now, not ahead in another thread as in training
         began = time.perf_counter()
-        batches.append(loader.fetch(step, 0))
+        rows.append(loader.fetch(step, 0))
         loads.append(time.perf_counter() - began)
     loading = statistics.median(loads)
     steps = {
         "float32": candidate(config, bfloat16=False, compile=False, fused=False),
-        "bfloat16": candidate(config, bfloat16=True, compile=False, fused=True),
-        "bfloat16, compiled": candidate(config, bfloat16=True, compile=True, fused=True),
+        "bfloat16, fused": candidate(config, bfloat16=True, compile=False, fused=True),
+        "and compiled": candidate(config, bfloat16=True, compile=True, fused=True),
     }
-    times, report = race(steps, batches), {"loader_s": loading}
+    times, report = race(steps, rows), {"loader_s": loading}
     flops = batch_size * config.block_size * GPT(config).flops_per_token()
     print(f"{'step':<20} {'median':>9} {'quartiles':>19} {'GFLOP/s':>8} {'v. float32':>10}")
     for name, t in times.items():

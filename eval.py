@@ -131,7 +131,7 @@ def main():
     if os.path.exists(path):  # parts that were asked of the same checkpoint before stay
         old = json.load(open(path))
         report = old if old.items() >= report.items() else report
-    report["settings"] = settings
+    report["settings"] = report.get("settings", {}) | dict.fromkeys(parts, settings)
     if "loss" in parts:
         report["loss"] = evaluate(model, windows, eval_tokens, batch_size, device)
         print(f"loss {report['loss']:.4f} nats a token")

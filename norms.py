@@ -179,7 +179,7 @@ class PreNorm(nn.Module):
     def read(self, stream):  # -> what the sublayer sees, and the stream it saw it in
         return self.norm(stream.x), stream
 
-    def write(self, stream, f, gate=1.0):  # gate: 1, the branch scale, or a tensor per token; 0 passes x unchanged
+    def write(self, stream, f, gate=1.0):  # gate: 1, the branch scale, or a tensor, per token
         return stream._replace(x=stream.x + gate * f)
 
 

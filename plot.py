@@ -41,11 +41,11 @@ def read_eval(run, part):
 def grouped(runs):
     """{label: (residual, runs)}: a label says which settings tell these runs apart, the seed aside"""
     settings = {run: read_log(run)[0] for run in runs}
-    keys = [k for k in settings[runs[0]] if len({str(s[k]) for s in settings.values()}) > 1]
+    keys = [k for k in settings[runs[0]] if len({str(s.get(k)) for s in settings.values()}) > 1]
     keys = sorted((k for k in keys if k not in ("seed", "out_dir", "init_from")), key=lambda k: k != "residual")
     groups = {}
     for run, s in settings.items():
-        label = ", ".join(str(s[k]) if k == "residual" else f"{k}={s[k]}" for k in keys) or s["residual"]
+        label = ", ".join(str(s[k]) if k == "residual" else f"{k}={s.get(k)}" for k in keys) or s["residual"]
         groups.setdefault(label, (s["residual"], []))[1].append(run)
     return groups
 
@@ -53,14 +53,14 @@ def grouped(runs):
 def draw(axes, runs, curve, band=True, **style):
     """One line a group of runs; curve: run -> (x, y)"""
     for label, (residual, members) in grouped(runs).items():
-        xs, ys = zip(*map(curve, members))
-        x, n = xs[0], min(map(len, ys))
-        columns = [[y[i] for y in ys] for i in range(n)]
+        curves = [dict(zip(*curve(run))) for run in members]
+        x = [x for x in curves[0] if all(x in other for other in curves)]  # where every seed has a point
+        columns = [[y[at] for y in curves] for at in x]
         look = {"color": COLOURS.get(residual), "label": label, "lw": 1.5} | style
-        (line,) = axes.plot(x[:n], [sum(c) / len(c) for c in columns], **look)
+        (line,) = axes.plot(x, [sum(c) / len(c) for c in columns], **look)
         if band and len(members) > 1:
             low, high = [*map(min, columns)], [*map(max, columns)]
-            axes.fill_between(x[:n], low, high, color=line.get_color(), alpha=0.2, lw=0)
+            axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
 
 
 def loss(axes, runs):

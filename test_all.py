@@ -1215,7 +1215,7 @@ def test_every_command_of_the_readme_runs_at_toy_size(tmp_path):
     commands = readme_commands()
     assert {"make train", "make test"} <= set(commands) and len(commands) > 8
     for command in commands:
-        toy = re.sub(r"^python ", f"{sys.executable} ", command)
+        toy = re.sub(r"(^|&& )python ", rf"\1{sys.executable} ", command)
         toy = toy.replace("torchrun", f"{sys.executable} -m torch.distributed.run").replace(
             "nproc_per_node=8", "nproc_per_node=2"
         )
@@ -1233,7 +1233,7 @@ def test_every_command_of_the_readme_runs_at_toy_size(tmp_path):
             toy += " --max_new_tokens=5 --eval_tokens=512 --depth_tokens=512"
         elif "bench.py" in command:
             toy += " --n_layer=1 --n_head=2 --n_embd=32 --rounds=2"
-        result = subprocess.run(toy, shell=True, cwd=place, env=env, capture_output=True, text=True)
+        result = subprocess.run(["bash", "-c", toy], cwd=place, env=env, capture_output=True, text=True)
         assert result.returncode == 0, f"{command}\n{result.stdout[-1500:]}\n{result.stderr[-3000:]}"
         if "runs/" in command:  # all is logged, so it trains nothing and prints the tables that this page shows
             assert set(result.stdout.splitlines()) <= set(open(os.path.join(HERE, "README.md")).read().splitlines())

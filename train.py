@@ -226,8 +226,10 @@ def whole(x):
     """A state dict as the main process writes it: tensors whole and on the CPU. Under FSDP every rank must call it."""
     if isinstance(x, dict):
         return {k: whole(v) for k, v in x.items()}
+    if not isinstance(x, torch.Tensor):
+        return x
     x = gathered(x)
-    return x.detach().cpu() if main and isinstance(x, torch.Tensor) else None if isinstance(x, torch.Tensor) else x
+    return x.detach().cpu() if main else None
 
 
 def laid_out(x, p):
@@ -266,17 +268,15 @@ def save(name):
 
 def git(*args):
     """What git says of this directory; nothing where there is no git"""
-    try:
-        return subprocess.run(
-            ["git", *args], cwd=os.path.dirname(__file__) or ".", capture_output=True, text=True
-        ).stdout.strip()
-    except FileNotFoundError:
+    if shutil.which("git") is None:
         return ""
+    here = os.path.dirname(os.path.abspath(__file__))
+    return subprocess.run(["git", *args], cwd=here, capture_output=True, text=True).stdout.strip()
 
 
 def run_header():
     """What ran, so that a result can be had again from its log alone"""
-    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     groups = {key: sum(model.get_parameter(n).numel() for n in names) for key, names in model.param_groups().items()}
     return {
         "settings": settings, "from_step": step, "git": commit + ("+changes" if changes else ""),
@@ -437,6 +437,7 @@ while step < max_iters and not stopped:
         save("ckpt.pt")
 
 if main and stopped:
-    print(f"stopped by a signal at step {step}, saved: --init_from=resume goes on from here")
+    state = "not saved in a bad streak" if bad_steps else "saved"
+    print(f"stopped by a signal at step {step}, {state}: --init_from=resume goes on")
 if world > 1:
     dist.destroy_process_group()

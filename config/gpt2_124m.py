@@ -20,4 +20,4 @@ total_batch_tokens = 524288
 max_iters = 19073
 learning_rate = 6e-4
 warmup_iters = 700
-eval_tokens = 10485760
+eval_tokens = 5242880

@@ -23,4 +23,4 @@ batch_size = 16
 total_batch_tokens = 32768
 max_iters = 50000
 eval_interval = 1000
-eval_tokens = 10485760
+eval_tokens = 5242880

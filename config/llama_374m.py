@@ -1,5 +1,5 @@
 """
-The Llama-like 374M shape of the norm papers, on C4: 50000 steps of 32 x 1024 tokens.
+The Llama-like 374M shape of the norm papers (295M with this vocabulary), on C4: 50000 steps of 32 x 1024 tokens.
 How each mode is trained there is in published_*.py:
 torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py config/published_prenorm.py
 """
@@ -23,4 +23,4 @@ batch_size = 32
 total_batch_tokens = 32768
 max_iters = 50000
 eval_interval = 1000
-eval_tokens = 10485760
+eval_tokens = 5242880

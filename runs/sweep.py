@@ -34,8 +34,10 @@ def train(run, args, then):
         subprocess.run(
             [sys.executable, "train.py", *args, f"--out_dir={run.relative_to(ROOT)}", "--init_from=auto"], **common
         )
+        if final_loss(run) is None:
+            raise SystemExit(f"{run.name} was not finished: what train.py says of it is above")
         print(run.name, final_loss(run), flush=True)
-    if then and not (run / "eval.json").exists() and (final_loss(run) or math.inf) < math.inf:
+    if then and not (run / "eval.json").exists() and final_loss(run) < math.inf:
         subprocess.run([sys.executable, "eval.py", f"--out_dir={run.relative_to(ROOT)}", *then], check=True, **common)
 
 
