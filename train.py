@@ -2,7 +2,7 @@
 Train a language model: read this file from top to bottom, it is the whole story.
 
     python train.py                                                          the default: minutes on any machine
-    python train.py config/byte_6x384.py --learning_rate=1e-3                settings from a file, then from here
+    python train.py config/byte_6x384.py --learning_rate=3e-3                settings from a file, then from here
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py    one process a GPU
 """
 

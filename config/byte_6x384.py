@@ -11,4 +11,4 @@ n_embd = 384
 init_scale = 0.03
 batch_size = 16
 max_iters = 300
-learning_rate = 2e-3
+learning_rate = 1e-3

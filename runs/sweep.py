@@ -71,6 +71,6 @@ def table(losses):
     print("|---" * (len(rates) + 2) + "|")
     for variant, by_lr in losses.items():
         top = min(by_lr.values(), key=lambda x: x[0])
-        spread = statistics.stdev(top) if len(top) > 1 else math.nan
+        spread = f" ± {statistics.stdev(top):.3f}" if len(top) > 1 else ""
         cells = " | ".join(f"{x[0]:.3f}" for x in by_lr.values())
-        print(f"| {variant} | {cells} | {statistics.mean(top):.3f} ± {spread:.3f} ({len(top)}) |")
+        print(f"| {variant} | {cells} | {statistics.mean(top):.3f}{spread} ({len(top)}) |")
