@@ -52,7 +52,7 @@ def candidate(config, bfloat16, compile, fused):
 def race(steps, rows):
     """Seconds of each step, all of them in every round, each round beginning with another"""
     names, times = list(steps), {name: [] for name in steps}
-    for turn, batch in enumerate(batches):
+    for turn, batch in enumerate(rows):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             began = time.perf_counter()
