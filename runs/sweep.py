@@ -30,15 +30,15 @@ def final_loss(run):
 
 def train(run, args, then):
     common = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    if final_loss(run) is None:
-        subprocess.run(
-            [sys.executable, "train.py", *args, f"--out_dir={run.relative_to(ROOT)}", "--init_from=auto"], **common
-        )
-        if final_loss(run) is None:
+    out, loss = f"--out_dir={run.relative_to(ROOT)}", final_loss(run)
+    if loss is None:
+        subprocess.run([sys.executable, "train.py", *args, out, "--init_from=auto"], **common)
+        loss = final_loss(run)
+        if loss is None:
             raise SystemExit(f"{run.name} was not finished: what train.py says of it is above")
-        print(run.name, final_loss(run), flush=True)
-    if then and not (run / "eval.json").exists() and final_loss(run) < math.inf:
-        subprocess.run([sys.executable, "eval.py", f"--out_dir={run.relative_to(ROOT)}", *then], check=True, **common)
+        print(run.name, loss, flush=True)
+    if then and not (run / "eval.json").exists() and loss < math.inf:
+        subprocess.run([sys.executable, "eval.py", out, *then], check=True, **common)
 
 
 def sweep(name, variants, learning_rates, seeds, common=(), then=()):
