@@ -2,6 +2,7 @@
 The stopwatch: candidates side by side in one process, in rotating order, as medians, quartiles and ratios.
 
     python bench.py --what=train --n_layer=6 --n_head=6 --n_embd=384 --batch_size=16
+    python bench.py --what=modes --modes=prenorm,nag --n_layer=12 --n_head=8 --n_embd=512 --block_size=512
     python bench.py --what=data
 """
 
@@ -10,7 +11,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from multiprocessing import get_context
 
 import torch
@@ -19,7 +20,8 @@ from configurator import configure
 from model import GPT, GPTConfig
 from prepare_c4 import Loader, Windows, batches, get_tokenizer, in_order, list_files, start_worker, write_json
 
-what = "train"  # which part: train, a whole training step; data, the tokeniser of prepare_c4.py
+what = "train"  # which part: train, a training step against float32; modes, one of each mode; data, the tokenizer
+modes = "prenorm,nag"  # modes: the residual modes to compare, separated by commas, with the first
 data_dir = "data/python"  # shards to train on
 batch_size = 8  # sequences a step
 tokenizer = "bytes"  # data: the tokenizer to measure, as in prepare_c4.py
@@ -61,33 +63,56 @@ def race(steps, rows):
     return {name: t[2:] for name, t in times.items()}
 
 
-def train(settings):
-    """A training step as train.py does it by default, and what each part of that brings, against plain float32"""
-    config = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
+def training_batches(config):
+    """A batch for each round, and what loading one takes, here and now and not ahead in another thread"""
     loader = Loader(Windows(data_dir, "train", config.block_size), batch_size, 1, seed=1)
     rows, loads = [], []
-    for step in range(rounds + 2):  # read here and now, not ahead in another thread as in training
+    for step in range(rounds + 2):
         began = time.perf_counter()
         rows.append(loader.fetch(step, 0))
         loads.append(time.perf_counter() - began)
-    loading = statistics.median(loads)
+    return rows, statistics.median(loads)
+
+
+def compare(steps, rows, flops):
+    """Times of each step and its ratio to the first, round by round"""
+    times, report, first = race(steps, rows), {}, next(iter(steps))
+    print(f"{'step':<20} {'median':>9} {'quartiles':>21} {'GFLOP/s':>8}  time v. {first}")
+    for name, t in times.items():
+        low, median, high = statistics.quantiles(t, n=4)
+        ratios = statistics.quantiles((a / b for a, b in zip(t, times[first])), n=4)
+        spread = f"{low * 1e3:.0f} - {high * 1e3:.0f} ms"
+        print(
+            f"{name:<20} {median * 1e3:>6.0f} ms {spread:>21} {flops[name] / median / 1e9:>8.0f}"
+            f"  {ratios[1]:.3f}x ({ratios[0]:.3f} - {ratios[2]:.3f})"
+        )
+        report[name] = {"seconds": t, "median": median, "quartiles": [low, high], "ratio": ratios}
+    return report
+
+
+def train(settings):
+    """A training step as train.py does it by default, and what each part of that brings, against plain float32"""
+    config = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
+    rows, loading = training_batches(config)
     steps = {
         "float32": candidate(config, bfloat16=False, compile=False, fused=False),
         "bfloat16, fused": candidate(config, bfloat16=True, compile=False, fused=True),
         "and compiled": candidate(config, bfloat16=True, compile=True, fused=True),
     }
-    times, report = race(steps, rows), {"loader_s": loading}
     flops = batch_size * config.block_size * GPT(config).flops_per_token()
-    print(f"{'step':<20} {'median':>9} {'quartiles':>19} {'GFLOP/s':>8} {'v. float32':>10}")
-    for name, t in times.items():
-        low, median, high = statistics.quantiles(t, n=4)
-        ratio = statistics.median(a / b for a, b in zip(times["float32"], t))
-        spread = f"{low * 1e3:.0f} - {high * 1e3:.0f} ms"
-        print(f"{name:<20} {median * 1e3:>6.0f} ms {spread:>19} {flops / median / 1e9:>8.0f} {ratio:>9.2f}x")
-        report[name] = {"seconds": t, "median": median, "quartiles": [low, high], "speedup": ratio}
-    share = loading / min(statistics.median(t) for t in times.values())
+    report = compare(steps, rows, dict.fromkeys(steps, flops))
+    share = loading / min(times["median"] for times in report.values())
     print(f"loader: {loading * 1e3:.2f} ms a batch, {share:.2%} of the fastest step")
-    return report
+    return report | {"loader_s": loading}
+
+
+def each_mode(settings):
+    """A training step of every mode at the same shape, each as train.py does it by default"""
+    base = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
+    configs = {mode: replace(base, residual=mode) for mode in modes.split(",")}
+    steps = {mode: candidate(config, bfloat16=True, compile=True, fused=True) for mode, config in configs.items()}
+    flops = {mode: batch_size * base.block_size * GPT(config).flops_per_token() for mode, config in configs.items()}
+    return compare(steps, training_batches(base)[0], flops)
 
 
 def data(settings):
@@ -113,11 +138,12 @@ def data(settings):
 
 def main():
     settings = configure(globals(), GPTConfig, argv=sys.argv[1:])
-    if what not in ("train", "data"):
-        raise SystemExit(f"what={what!r}: choose train or data")
+    parts = {"train": train, "modes": each_mode, "data": data}
+    if what not in parts:
+        raise SystemExit(f"what={what!r}: choose one of {', '.join(parts)}")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     report = {"settings": settings, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    report[what] = (train if what == "train" else data)(settings)
+    report[what] = parts[what](settings)
     write_json(out, report)
 
 

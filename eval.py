@@ -8,12 +8,14 @@ import codecs
 import json
 import os
 import sys
+from collections import defaultdict
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 
 from configurator import configure
-from model import GPT, GPTConfig
+from model import GPT, Attention, GPTConfig
 from norms import wide
 from prepare_c4 import Windows, meta_tokenizer, to_batch, write_json
 
@@ -75,22 +77,100 @@ def evaluate(model, windows, tokens, batch_size, device, rank=0, world=1):
 
 
 @torch.no_grad()
+def walk(model, x):
+    """The forward, sublayer by sublayer: (sublayer, its residual, what it read, the stream before and behind it)"""
+    rope, sharded = (model.cos[: x.size(1)], model.sin[: x.size(1)]), isinstance(model, FSDPModule)
+    if sharded:
+        model.unshard()
+    stream = model.ends.embed(model.embed(x))
+    for block in model.blocks:
+        if sharded:
+            block.unshard()
+        for sublayer, residual in ((block.attn, block.attn_residual), (block.mlp, block.mlp_residual)):
+            h, before = residual.read(stream)
+            stream = residual.write(before, sublayer(h, rope) if sublayer is block.attn else sublayer(h), block.scale)
+            yield sublayer, residual, h, before, stream
+        if sharded:
+            block.reshard()
+
+
+DEAD = 0.01  # a NAG sublayer that turns by less than this, some half a degree, does nothing
+
+
+def gate_health(model, x):
+    """NAG on one batch: mean |a| of every sublayer, the share of tokens with |a| at the floor, how many are dead"""
+    a = torch.stack(
+        [residual.turn(before.x).abs() for _, residual, _, before, _ in walk(model, x)]
+    )  # (2 n_layer, B, T, 1)
+    mean = a.flatten(1).mean(1)
+    return {"a": mean.tolist(), "floor": float((a < DEAD).float().mean()), "dead": int((mean < DEAD).sum())}
+
+
+def degrees(x, y):
+    """Angle between vectors, averaged; exact for small ones, as the arc cosine is not"""
+    x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
+    return torch.rad2deg(2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))).mean()
+
+
+def sink(attention, h, rope):
+    """Attention that goes to the first token, averaged over heads and all queries that could look elsewhere"""
+    q, k, _ = attention.qkv(h, rope)
+    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
+    scores = wide(q @ k.mT) / q.size(-1) ** 0.5  # (B, H, T, T)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=h.device).triu(1)
+    return scores.masked_fill(future, -torch.inf).softmax(-1)[:, :, 1:, 0].mean()
+
+
+def look(model, x, y):
+    """One batch: {quantity: its mean behind the embedding and every block, or in every sublayer or attention}, and of
+    every token the log of the last stream's rms, the entropy of the prediction and the loss"""
+    seen, first = defaultdict(list), None
+
+    def shape_of(s):
+        centred, square = s - s.mean(-1, keepdim=True), s.square().mean(-1)
+        variance, largest = centred.square().mean(-1), s.abs().amax(-1)
+        seen["variance"].append(s.var(-1).mean())
+        seen["rms"].append(square.sqrt().mean())
+        seen["max"].append(largest.mean())
+        seen["max/rms"].append((largest / square.sqrt()).mean())
+        seen["kurtosis"].append((centred.pow(4).mean(-1) / variance.square()).mean())
+
+    for sublayer, residual, h, before, stream in walk(model, x):
+        old, new = model.ends.additive(before), model.ends.additive(stream)
+        if first is None:
+            first = old
+            shape_of(first)
+        seen["rotation"].append(degrees(old, new))
+        seen["from embedding"].append(degrees(first, new))
+        if hasattr(residual, "turn"):
+            seen["alpha"].append(residual.alpha[0])
+            seen["a"].append(residual.turn(before.x).abs().mean())
+        if isinstance(sublayer, Attention):
+            seen["sink"].append(sink(sublayer, h, (model.cos[: x.size(1)], model.sin[: x.size(1)])))
+        else:
+            shape_of(new)
+    logp = F.linear(*model.ends.readout(stream, model.head.weight)).float().log_softmax(-1)
+    entropy, loss = -(logp.exp() * logp).sum(-1), -logp.gather(-1, y[..., None])[..., 0]
+    return {k: torch.stack(v) for k, v in seen.items()}, torch.stack([new.square().mean(-1).log() / 2, entropy, loss])
+
+
+@torch.no_grad()
 def depth(model, windows, tokens, batch_size, device):
-    """The stream behind the embedding and behind every block: variance and rms over the features, largest entry"""
-    seen = []
-    hooks = [block.register_forward_pre_hook(lambda m, args: seen.append(args[0].x)) for block in model.blocks[:1]]
-    hooks += [block.register_forward_hook(lambda m, args, out: seen.append(out.x)) for block in model.blocks]
-    total, n = torch.zeros(len(model.blocks) + 1, 3, device=device), 0
+    """What the stream does through depth; for NAG, the additive stream that its lanes stand for"""
+    sums, n, of_tokens = defaultdict(float), 0, []
     for x, y in eval_batches(windows, count_windows(windows, tokens), batch_size, device):
-        seen.clear()
-        model(x[y[:, 0] >= 0])
-        for i, s in enumerate(map(wide, seen)):
-            total[i] += torch.stack([s.var(-1).mean(), s.square().mean(), s.abs().amax(-1).mean()]) * len(s)
-        n += len(seen[0])
-    for hook in hooks:
-        hook.remove()
-    variance, square, largest = (total / n).T
-    return {"variance": variance.tolist(), "rms": square.sqrt().tolist(), "max": largest.tolist()}
+        real = y[:, 0] >= 0
+        seen, scalars = look(model, x[real], y[real])
+        for key, values in seen.items():
+            sums[key] = sums[key] + values * int(real.sum())
+        n += int(real.sum())
+        of_tokens.append(scalars.flatten(1))
+    report = {key: (total / n).tolist() for key, total in sums.items()}
+    norm, entropy, loss = torch.cat(of_tokens, dim=1)
+    report["norm and entropy"], report["norm and loss"] = (
+        float(torch.corrcoef(torch.stack([norm, other]))[0, 1]) for other in (entropy, loss)
+    )
+    return report
 
 
 def sample(model, encoding, device):
@@ -110,11 +190,21 @@ def sample(model, encoding, device):
     return encoding.decode(ids)
 
 
-def table(rows):
-    names = list(rows)
-    print("layer  " + "  ".join(f"{name:>10}" for name in names))
-    for i, values in enumerate(zip(*rows.values())):
-        print(f"{i:>5}  " + "  ".join(f"{v:>10.4g}" for v in values))
+TABLES = {  # what has a value behind the embedding and each block, for each sublayer, for each attention
+    "block": ("variance", "rms", "max", "max/rms", "kurtosis"),
+    "sublayer": ("rotation", "from embedding", "alpha", "a"),
+    "attention": ("sink",),
+}
+
+
+def show_depth(report):
+    for title, names in TABLES.items():
+        rows = {name: report[name] for name in names if name in report}
+        print(f"{title:<9}" + "".join(f"  {name:>14}" for name in rows))
+        for i, values in enumerate(zip(*rows.values())):
+            print(f"{i:<9}" + "".join(f"  {v:>14.4g}" for v in values))
+    for name in ("norm and entropy", "norm and loss"):
+        print(f"correlation of the last {name}: {report[name]:.3f}")
 
 
 def main():
@@ -137,7 +227,7 @@ def main():
         print(f"loss {report['loss']:.4f} nats a token")
     if "depth" in parts:
         report["depth"] = depth(model, windows, depth_tokens, batch_size, device)
-        table(report["depth"])
+        show_depth(report["depth"])
     if "sample" in parts:
         directory = data_dir or state["settings"]["data_dir"]
         report["sample"] = sample(model, meta_tokenizer(directory, windows.meta), device)

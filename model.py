@@ -6,16 +6,17 @@ Names of tensors in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import nag
 import norms
 from norms import RMSNorm, pick
 
-RESIDUALS = {**norms.RESIDUALS}  # name -> class; each names its own ends
+RESIDUALS = {**norms.RESIDUALS, **nag.RESIDUALS}  # name -> class; each names its own ends
 
 
 @dataclass
@@ -27,7 +28,7 @@ class GPTConfig:
     n_hidden: int | None = None  # width of the MLP; None: 4 n_embd, for swiglu 8/3 n_embd up to a multiple of 64
     block_size: int = 256  # context length in tokens
     vocab_size: int = 257  # 256 bytes and end-of-text; gpt2 BPE: 50257, or 50304 for speed
-    residual: str = "prenorm"  # how layers read and write the stream: a name from RESIDUALS
+    residual: str = "nag"  # how layers read and write the stream: a name from RESIDUALS
     norm: str = "rms"  # rms, layer or none
     norm_eps: float = 1e-6  # inside the root
     activation: str = "gelu"  # gelu, relu, silu or swiglu
@@ -41,6 +42,13 @@ class GPTConfig:
     init_out: str | None = None  # output projections: scaled by 1/sqrt(2 n_layer), plain or zero; None: the mode's own
     branch_scale: str = "one"  # what a sublayer's output is multiplied by: one, or depth for 1/sqrt(n_layer)
     dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: start of alpha before attention, before the MLP, before the head
+    nag_alpha_power: float = 0.5  # nag: alpha of sublayer l starts at l^-nag_alpha_power
+    nag_directions: int = 32  # nag: directions of the modulator; 0: no modulator, m = 1
+    nag_beta: float | None = None  # nag: the modulator's exponent; None: learned, from 1
+    nag_centre: bool = True  # nag: take the mean from updates
+    nag_orthogonal: bool = True  # nag: take from updates what is parallel to the stream
+    nag_lane: bool = True  # nag: the norm lane sets the temperature of the logits; False: one learned constant does
+    nag_first_logits: float | None = 0.75  # nag: std of the logits at the start; None: logits over d, gains zero
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,12 +81,15 @@ class Attention(nn.Module):
         self.wo = nn.Linear(self.n_head * D, C, bias)
         self.q_norm, self.k_norm = (RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk")
 
-    def forward(self, h, rope, cache=None):
+    def qkv(self, h, rope):
         B, T, _ = h.shape
         q = self.wq(h).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         k = self.wk(h).view(B, T, self.n_kv_head, -1).transpose(1, 2)  # (B, G, T, D)
         v = self.wv(h).view(B, T, self.n_kv_head, -1).transpose(1, 2)  # (B, G, T, D)
-        q, k = rotary(self.q_norm(q), rope), rotary(self.k_norm(k), rope)
+        return rotary(self.q_norm(q), rope), rotary(self.k_norm(k), rope), v
+
+    def forward(self, h, rope, cache=None):
+        q, k, v = self.qkv(h, rope)
         mask = None
         if cache is not None:
             past_k, past_v, at = cache  # (B, G, L, D) twice, and the T positions that are being filled
@@ -89,7 +100,7 @@ class Attention(nn.Module):
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.n_kv_head != self.n_head,
             dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
-        return self.wo(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
+        return self.wo(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
 ACTIVATIONS = {  # name: (function, whether it gates a second projection, gain that keeps the variance)
@@ -235,9 +246,10 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self):
-        """Matmul FLOPs of a training step: 2 for each weight of a linear, the head too, tied or not; 2 C for the
+        """Matmul FLOPs of a training step: 2 for each weight of a matrix, the head too, tied or not; 2 C for the
         score of a query with a key and 2 C to sum the values, (T + 1) / 2 keys on average. The backward: twice that."""
-        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        modules = (m for m in self.modules() if m is not self.embed)
+        weights = sum(p.numel() for m in modules for p in m.parameters(recurse=False) if p.ndim == 2)
         scores = sum(4 * block.attn.wq.out_features for block in self.blocks) * (self.config.block_size + 1) / 2
         return 3 * (2 * weights + scores)
 
@@ -285,6 +297,10 @@ def check(config):
     if len(config.dyt_alpha) != 3:
         raise ValueError(f"dyt_alpha={config.dyt_alpha!r}: give three starts, for attention, MLP and head")
     pick(INITS, config.init, "init")
+    for field in fields(config):  # a setting named after one mode means nothing to another
+        mode = field.name.partition("_")[0]
+        if mode in RESIDUALS and not config.residual.startswith(mode) and getattr(config, field.name) != field.default:
+            raise ValueError(f"residual={config.residual!r} does not use {field.name}: leave it at {field.default!r}")
 
 
 INITS = {  # name: (weight, scale, gain of the activation) -> None

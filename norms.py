@@ -129,6 +129,9 @@ class NoEnds(nn.Module):
     def readout(self, stream, head):  # head: the (V, C) weight, for modes that normalise its rows
         return stream.x, head
 
+    def additive(self, stream):  # x as a stream that only adds would have it, to be looked at
+        return wide(stream.x)
+
 
 class FinalNorm(NoEnds):
     def __init__(self, config):

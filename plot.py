@@ -3,6 +3,9 @@ Figures from logs: python plot.py FIGURE OUT.png RUN [RUN ...]
 
     loss       validation loss against tokens, and faintly the training loss, from each RUN/log.jsonl
     variance   variance of the stream behind each block, from each RUN/eval.json
+    norm       its norm beside NAG's, each on its own scale, likewise
+    rotation   how far the embedding has been turned behind each sublayer, likewise
+    alpha      NAG: alpha and the a that comes of it in each sublayer, likewise
 
 Runs that differ only in their seed become one line, their mean, with a band from the least to the most. The same input
 gives the same bytes. A missing file is an error. Writes OUT.png and OUT.svg.
@@ -14,7 +17,7 @@ import sys
 
 COLOURS = {  # Okabe and Ito's eight, told apart by the colour-blind, and the same mode has the same one everywhere
     "prenorm": "#000000", "perinorm": "#0072B2", "postnorm": "#D55E00", "lns": "#009E73", "dyt": "#E69F00",
-    "none": "#CC79A7",
+    "none": "#CC79A7", "nag": "#56B4E9", "orthogonal": "#999999",
 }  # fmt: skip
 
 
@@ -76,16 +79,47 @@ def loss(axes, runs):
     axes.set(xlabel="million tokens", ylabel="validation loss (nats a token)")
 
 
-def variance(axes, runs):
+def by_depth(key):
     def curve(run):
-        values = read_eval(run, "depth")["variance"]
-        return range(len(values)), values
+        depth = read_eval(run, "depth")
+        if key not in depth:
+            raise SystemExit(f"plot.py: {run}/eval.json has no {key} in its depth: it is not a run of NAG")
+        return range(len(depth[key])), depth[key]
 
-    draw(axes, runs, curve)
+    return curve
+
+
+def variance(axes, runs):
+    draw(axes, runs, by_depth("variance"))
     axes.set(xlabel="block", ylabel="variance of the stream", yscale="log")
 
 
-FIGURES = {"loss": loss, "variance": variance}
+def norm(axes, runs):
+    """NAG's on the left, everybody else's on the right"""
+    nag = [run for run in runs if read_log(run)[0]["residual"] == "nag"]
+    other, right = [run for run in runs if run not in nag], axes.twinx()
+    if nag:
+        draw(axes, nag, by_depth("rms"))
+    if other:
+        draw(right, other, by_depth("rms"), ls="--")
+    right.spines["right"].set_visible(True)
+    right.legend(loc="lower right", frameon=False)
+    axes.set(xlabel="block", ylabel="rms of the stream, NAG: exp(s)")
+    right.set(ylabel="rms of the stream, the other modes (dashed)")
+
+
+def rotation(axes, runs):
+    draw(axes, runs, by_depth("from embedding"))
+    axes.set(xlabel="sublayer", ylabel="degrees from the embedding")
+
+
+def alpha(axes, runs):
+    draw(axes, runs, by_depth("alpha"), ls="--", label=None)
+    draw(axes, runs, by_depth("a"))
+    axes.set(xlabel="sublayer", ylabel="mean |a|, and alpha (dashed)")
+
+
+FIGURES = {"loss": loss, "variance": variance, "norm": norm, "rotation": rotation, "alpha": alpha}
 
 
 def main(figure, out, *runs):

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 import configurator
 import eval as ask
 import model as model_file
+import nag
 import norms
 import plot
 import prepare_c4
@@ -220,29 +221,65 @@ def naive(model, idx):
         up = linear(h, at + ".up")
         return linear(act(linear(h, at + ".gate")) * up if c.activation == "swiglu" else act(up), at + ".down")
 
+    def rms(v):
+        return torch.sqrt((v * v).sum(-1, keepdim=True) / v.size(-1))
+
+    def nag(f, at):  # SPEC's textbook form: centre, orthogonalise, normalise, modulate, rotate
+        nonlocal x, lane
+        if c.nag_centre:
+            f = f - f.sum(-1, keepdim=True) / C
+        if c.nag_orthogonal:
+            f = f - x * (f * x).sum(-1, keepdim=True) / (x * x).sum(-1, keepdim=True)
+        a = s * P[at + ".alpha"]
+        if c.nag_directions:
+            gates = 1 / (1 + torch.exp(-(x @ P[at + ".w"].T + P[at + ".b"])))
+            share = P[at + ".p"].exp() / P[at + ".p"].exp().sum()
+            beta = torch.log(1 + P[at + ".raw_beta"].exp()) if c.nag_beta is None else c.nag_beta
+            a = a * (gates * share).sum(-1, keepdim=True) ** beta
+        moved = x + a * f / rms(f)
+        lane = lane + torch.log(rms(moved))
+        x = moved / rms(moved)
+
+    def without_parallel(f):
+        return f - x * (f * x).sum(-1, keepdim=True) / (x * x).sum(-1, keepdim=True)
+
     x = P["embed.weight"][idx]
+    if c.residual == "nag":
+        x = x - x.sum(-1, keepdim=True) / C
+        lane, x = torch.log(rms(x)) + P["ends.g_enc"], x / rms(x)
     x = norm(x, "ends.norm_in") if c.residual == "perinorm" else P["ends.scale"] * x if c.residual == "dyt" else x
     s = 1 / math.sqrt(c.n_layer) if c.branch_scale == "depth" else 1
     for b, (f, name) in itertools.product(range(c.n_layer), ((attention, "attn"), (mlp, "mlp"))):
         at = f"blocks.{b}.{name}_residual.norm"
+        if c.residual == "nag":
+            nag(f(x, b), at[:-5])
+            continue
         x = {
             "none": lambda: norm(s * f(x, b), at), "postnorm": lambda: norm(x + s * f(x, b), at),
             "prenorm": lambda: x + s * f(norm(x, at), b),
             "perinorm": lambda: x + s * norm(f(norm(x, at), b), at + "_out"),
             "lns": lambda: x + s * f(norm(x, at) / math.sqrt(b + 1), b), "dyt": lambda: x + s * f(dyt(x, at), b),
+            "orthogonal": lambda: x + s * without_parallel(f(norm(x, at), b)),
         }[c.residual]()  # fmt: skip
-    if c.residual in ("prenorm", "perinorm", "lns"):
+    if c.residual in ("prenorm", "perinorm", "lns", "orthogonal"):
         x = norm(x, "ends.norm")
     x = dyt(x, "ends.norm") if c.residual == "dyt" else x
-    return x @ P["embed.weight" if c.tied else "head.weight"].T
+    W = P["embed.weight" if c.tied else "head.weight"]
+    if c.residual == "nag":
+        W = W - W.mean(-1, keepdim=True)
+        x, W = x * torch.exp(P["ends.g_dec"] + (lane if c.nag_lane else 0)) / math.sqrt(C), W / rms(W)
+    return x @ W.T
 
 
 VARIANTS = [
     *[dict(residual=r) for r in RESIDUALS],
     *[dict(residual=r, norm=n) for r in ("prenorm", "postnorm", "perinorm", "lns") for n in ("layer", "none")],
-    dict(norm="layer", bias=True), dict(activation="relu"), dict(activation="silu"),
+    dict(residual="prenorm", norm="layer", bias=True), dict(activation="relu"), dict(activation="silu"),
     dict(activation="swiglu", tied=False),
     dict(n_head=4, n_kv_head=2, qk_norm=True), dict(residual="perinorm", branch_scale="depth", n_layer=3),
+    dict(branch_scale="depth"), dict(nag_centre=False), dict(nag_orthogonal=False), dict(nag_directions=0),
+    dict(nag_beta=2.0), dict(nag_lane=False), dict(tied=False),
+    dict(nag_centre=False, nag_orthogonal=False, nag_directions=0, nag_lane=False),
 ]  # fmt: skip
 
 
@@ -349,7 +386,11 @@ def test_sampling_follows_the_distribution():
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_every_parameter_is_initialised_and_in_one_group(residual):
     model = tiny(
-        residual=residual, norm="rms" if residual == "dyt" else "layer", bias=True, qk_norm=True, activation="swiglu"
+        residual=residual,
+        norm="rms" if residual in ("dyt", "nag") else "layer",
+        bias=True,
+        qk_norm=True,
+        activation="swiglu",
     )
     with torch.no_grad():
         for p in model.parameters():
@@ -361,7 +402,7 @@ def test_every_parameter_is_initialised_and_in_one_group(residual):
     assert sorted(names) == sorted(n for n, _ in model.named_parameters())
     assert all(model.get_parameter(n).ndim == 2 for n in groups["matrices"] + groups["embeddings"])
     assert all(model.get_parameter(n).ndim == 1 for n in groups["vectors"])
-    assert len(groups["gates"]) == (6 if residual == "dyt" else 0)
+    assert len(groups["gates"]) == {"dyt": 6, "nag": 2 + 4 * 5}.get(residual, 0)
 
 
 def test_a_parameter_without_a_rule_is_an_error():
@@ -395,7 +436,8 @@ def test_initial_weights_have_the_variance_they_should(how, std):
 FLIPS = dict(
     n_layer=3, n_head=4, n_kv_head=1, n_embd=64, n_hidden=48, vocab_size=65, residual="lns", norm="layer", norm_eps=0.1,
     activation="swiglu", qk_norm=True, rope_base=100.0, tied=False, bias=True, dropout=0.5, init="xavier",
-    init_scale=0.1,    init_out="plain", branch_scale="depth",
+    init_scale=0.1, init_out="plain", branch_scale="depth", dyt_alpha=(2.0, 0.1, 0.3), nag_alpha_power=0.1,
+    nag_directions=4, nag_beta=2.0, nag_centre=False, nag_orthogonal=False, nag_lane=False, nag_first_logits=None,
 )  # fmt: skip
 
 
@@ -405,9 +447,9 @@ def test_every_model_setting_changes_something(field):
         with pytest.raises(ValueError, match="33 tokens do not fit into block_size=32"):
             tiny()(some_ids(T=33))
         return
-    base = dict(residual="dyt") if field == "dyt_alpha" else {}
-    change = {field: (2.0, 0.1, 0.3)} if field == "dyt_alpha" else {field: FLIPS[field]}
-    one, two = tiny(**base), tiny(**base, **change)
+    base = dict(residual={"dyt": "dyt", "nag": "nag"}.get(field.partition("_")[0], "prenorm"))
+    change = {field: FLIPS[field]}
+    one, two = tiny(**base), tiny(**{**base, **change})
     idx = some_ids()
     torch.manual_seed(3)
     losses = [m(idx, idx.roll(-1, 1))[1].item() for m in (one, two)]
@@ -418,7 +460,7 @@ def test_every_model_setting_changes_something(field):
     "changes, message",
     [
         (dict(residual="prenrm"), "residual='prenrm': choose one of none, postnorm, prenorm"),
-        (dict(norm="batch"), "norm='batch': choose one of rms, layer, none"),
+        (dict(residual="prenorm", norm="batch"), "norm='batch': choose one of rms, layer, none"),
         (dict(activation="tanh"), "activation='tanh': choose one of gelu"),
         (dict(init="zeros"), "init='zeros': choose one of normal"),
         (dict(init_out="small"), "init_out='small': choose one of scaled"),
@@ -431,6 +473,11 @@ def test_every_model_setting_changes_something(field):
         (dict(n_layer=0), "n_layer=0"),
         (dict(dropout=1.0), "dropout=1.0"),
         (dict(dyt_alpha=(1.0,)), "three starts"),
+        (dict(residual="nag", norm="none"), "residual='nag' does not use norm: leave it at 'rms'"),
+        (dict(residual="lns", nag_centre=False), "residual='lns' does not use nag_centre: leave it at True"),
+        (dict(nag_directions=-1), "nag_directions=-1: give at least 0"),
+        (dict(nag_first_logits=0.0), "nag_first_logits=0.0: give at least"),
+        (dict(nag_beta=-1.0), "nag_beta=-1.0: give at least"),
     ],
     ids=str,
 )
@@ -471,6 +518,181 @@ def test_compiled_equals_eager_and_all_blocks_share_one_graph(residual):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # at most the first block apart from the rest
     for eager, fused in zip(*results):
         torch.testing.assert_close(fused, eager, rtol=1e-3, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# NAG
+
+
+def textbook(r, s, f, a, centre=True, orthogonal=True):
+    """Eqs. 2, 3, 4 and 6 of nag.py, each as it stands on paper"""
+    if centre:
+        f = f - f.mean(-1, keepdim=True)
+    if orthogonal:
+        f = f - (f * r).sum(-1, keepdim=True) / (r * r).sum(-1, keepdim=True) * r
+    u = f / f.square().mean(-1, keepdim=True).sqrt()
+    moved = r + a * u
+    norm = moved.square().mean(-1, keepdim=True).sqrt()
+    return moved / norm, s + (torch.log(1 + a * a) / 2 if orthogonal else norm.log())
+
+
+def some_lanes(*shape, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    r, f = (torch.randn(*shape, generator=g, dtype=torch.float64) for _ in "rf")
+    r = r / r.square().mean(-1, keepdim=True).sqrt()
+    s, a = (torch.rand(*shape[:-1], 1, generator=g, dtype=torch.float64) for _ in "sa")
+    return [x.to(dtype).requires_grad_() for x in (r, s, f + 0.3, a)]
+
+
+def test_nag_equals_the_golden_with_its_gradients():
+    z = {k: torch.from_numpy(v) for k, v in np.load(os.path.join(HERE, "goldens", "nag.npz")).items() if v.ndim}
+    for eps, tolerance in (({"eps": 0.0}, 1e-9), ({}, 1e-5)):
+        r, f = z["direction"].clone().requires_grad_(), z["branch_out"].clone().requires_grad_()
+        m = nag.modulator(r, z["mod_weight"], z["mod_bias"], z["mod_logits"], z["beta"])
+        direction, norm = nag.rotate(r, z["log_norm"], f, z["alpha"] * m, **eps)
+        direction.backward(z["grad_out"])
+        for ours, key in (
+            (direction, "new_direction"), (norm, "new_log_norm"), (r.grad, "grad_direction"),
+            (f.grad, "grad_branch_out"),
+        ):  # fmt: skip
+            torch.testing.assert_close(ours, z[key], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("centre, orthogonal", [*itertools.product((True, False), repeat=2)])
+def test_nag_in_one_pass_equals_the_textbook_with_gradients(centre, orthogonal):
+    results = []
+    for form in (nag.rotate, textbook):
+        lanes = some_lanes(3, 5, 24)
+        r, s = form(*lanes, centre=centre, orthogonal=orthogonal)
+        (r * torch.arange(24) + s.square()).sum().backward()
+        results.append([r, s, *(x.grad for x in lanes)])
+    for ours, paper in zip(*results):
+        torch.testing.assert_close(ours, paper, rtol=1e-8, atol=1e-8)
+
+
+def test_nag_lanes_are_an_additive_stream():
+    """R_{l+1} = R_l + rho_l alpha m u, with nothing split, beside the lanes: R = e^s r all the way"""
+    model = shaken(tiny(n_layer=64)).double()
+    stream = model.ends.embed(model.embed(some_ids(T=6)))
+    R, layers = stream.x * stream.lane.exp(), 0
+    for b, block in enumerate(model.blocks):
+        for name in ("attn", "mlp"):
+            f = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(b), dtype=torch.float64)
+            residual = getattr(block, name + "_residual")
+            rho = R.square().mean(-1, keepdim=True).sqrt()
+            v = f - f.mean(-1, keepdim=True)
+            v = v - (v * R).sum(-1, keepdim=True) / (R * R).sum(-1, keepdim=True) * R
+            gates = torch.sigmoid((R / rho) @ residual.w.T + residual.b) @ residual.p.softmax(-1)
+            a = residual.alpha * gates[..., None] ** F.softplus(residual.raw_beta)
+            R = R + rho * a * v / v.square().mean(-1, keepdim=True).sqrt()
+            stream, layers = residual.write(stream, f), layers + 1
+            torch.testing.assert_close(stream.x, R / R.square().mean(-1, keepdim=True).sqrt(), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(stream.lane, R.square().mean(-1, keepdim=True).log() / 2, rtol=1e-9, atol=1e-9)
+    assert layers == 128
+
+
+def test_nag_only_turns_and_by_no_more_than_it_may():
+    for seed in range(20):
+        r, s, f, a = some_lanes(4, 7, 32, seed=seed)
+        new, norm = nag.rotate(r, s, f, a)
+        torch.testing.assert_close(new.square().mean(-1), torch.ones(4, 7, dtype=torch.float64))
+        cosine = (r * new).mean(-1, keepdim=True)
+        torch.testing.assert_close(torch.acos(cosine), torch.atan(a))
+        torch.testing.assert_close(norm - s, -torch.log(cosine))  # the hypotenuse grows as the cosine falls
+    r = r.detach() - r.detach().mean(-1, keepdim=True)
+    assert nag.rotate(r, s, f, a)[0].mean(-1).abs().max() < 1e-9  # what is centred stays so
+
+
+def test_nag_keeps_its_norm_in_bfloat16_over_256_sublayers():
+    r, s, _, _ = (x.detach() for x in some_lanes(2, 8, 64, dtype=torch.bfloat16))
+    s, turned = s.float(), 0.0
+    for layer in range(256):
+        f = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(layer)).bfloat16()
+        r, new = nag.rotate(r, s, f, torch.tensor(0.7))
+        turned, s = turned + (new - s), new
+        assert (r.dtype, s.dtype) == (torch.bfloat16, torch.float32)
+        norm = r.float().square().mean(-1).sqrt()
+        assert (norm - 1).abs().max() < 0.01
+    torch.testing.assert_close(turned, torch.full_like(turned, 128 * math.log(1.49)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nag_survives_what_would_divide_by_zero(dtype):
+    r, s, f, a = some_lanes(2, 3, 64, dtype=dtype)
+    zero, s32 = torch.zeros_like(f), s.detach().float()
+    ones = torch.ones_like(f)
+    for update in (zero, ones, 2 * r.detach(), -3 * r.detach(), (r + 1e-3 * f).detach()):
+        for stream in (r.detach(), zero):
+            leaves = [x.clone().requires_grad_() for x in (stream, update, a.detach())]
+            new, norm = nag.rotate(leaves[0], s32, leaves[1], leaves[2])
+            (new.float().sum() + norm.sum()).backward()
+            assert all(x.isfinite().all() for x in (new, norm, *(leaf.grad for leaf in leaves)))
+            if stream is not zero:
+                assert (new.float().square().mean(-1).sqrt() - 1).abs().max() < 0.01
+    w, b, p = torch.zeros(4, 64, dtype=dtype), torch.full((4,), -1e4, dtype=dtype).requires_grad_(), torch.zeros(4)
+    m = nag.modulator(r, w, b, p, torch.tensor(0.3))  # every gate shut
+    m.sum().backward()
+    assert m.max().item() == pytest.approx(1e-6**0.3, rel=1e-5) and b.grad.isfinite().all() and r.grad.isfinite().all()
+    model, idx = tiny(init_out="zero").to(dtype), some_ids()
+    with torch.no_grad():
+        model.embed.weight[:3] = 0.5  # nothing is left of such rows when they are centred
+    model(idx, idx.roll(-1, 1))[1].backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_nag_near_parallel_updates_lose_what_the_file_says():
+    """float32 against float64 where the update is almost parallel to the stream; the error sits in u, bounded by a"""
+    r, s, f, a = (x.detach() for x in some_lanes(64, 1, 256))
+    across = f - f.mean(-1, keepdim=True) - (f * r).mean(-1, keepdim=True) * r
+    errors = {}
+    for cosine in (0.9, 0.999, 0.9995, 0.99999):
+        tangent = math.sqrt(1 - cosine**2) / cosine
+        update = r + tangent * across / across.square().mean(-1, keepdim=True).sqrt()
+        exact, ours = textbook(r, s, update, a)[0], nag.rotate(*(x.float() for x in (r, s, update, a)))[0]
+        errors[cosine] = ((ours - exact).norm(dim=-1) / (a[..., 0] * 16)).max().item()
+    assert errors[0.9] < 1e-5 and errors[0.9995] < 0.05 and errors[0.99999] < 0.5, errors
+
+
+@pytest.mark.parametrize("changes", [{}, dict(nag_directions=0), dict(nag_lane=False), dict(tied=False)], ids=str)
+@pytest.mark.parametrize("n_layer, n_embd, init_scale", [(1, 128, 0.05), (8, 64, 0.05), (32, 128, 0.02), (64, 64, 0.1)])
+def test_nag_starts_its_logits_at_the_same_size_at_any_depth(n_layer, n_embd, init_scale, changes):
+    model = tiny(n_layer=n_layer, n_embd=n_embd, init_scale=init_scale, **changes)
+    with torch.no_grad():
+        logits = model(some_ids())[0]
+    own = F.one_hot(some_ids(), 64).bool()  # with tied matrices a token's own logit stands out, in every mode
+    assert 0.5 < logits[~own].std().item() < 1.0
+
+
+def test_nag_gates_have_their_own_learning_rate_and_no_decay():
+    model = tiny()
+    for kind in ("adamw", "muon"):
+        groups = [g for opt in model.optimizers(kind, 4e-3, 1e-3, 0.1, (0.9, 0.95)) for g in opt.param_groups]
+        (gates,) = (g for g in groups if any(p is model.ends.g_dec for p in g["params"]))
+        assert (gates["peak"], gates["weight_decay"]) == (1e-3, 0.0)
+        assert {p.numel() for p in gates["params"]} == {1, 32, 32 * 32}
+
+
+def test_nag_compiles_to_one_kernel_forward_and_one_backward():
+    from torch._inductor.utils import run_and_get_code
+
+    r, s, f, a = some_lanes(4, 16, 64, dtype=torch.float32)
+    compiled = torch.compile(nag.rotate, fullgraph=True)
+    _, codes = run_and_get_code(lambda: torch.autograd.backward(compiled(r, s, f, a), (r.detach(), s.detach())))
+    assert [len(re.findall(r"^cpp_fused\w+ = ", code, re.M)) for code in codes] == [1, 1]
+
+
+def test_walk_is_the_forward_and_gate_health_counts_what_is_shut():
+    model, idx = shaken(tiny()).eval(), some_ids()
+    assert all(len(list(ask.walk(shaken(tiny(residual=r)), idx))) == 4 for r in RESIDUALS)
+    *_, (_, _, _, _, last) = ask.walk(model, idx)
+    assert torch.equal(F.linear(*model.ends.readout(last, model.head.weight)), model(idx)[0])
+    with torch.no_grad():
+        model.blocks[0].mlp_residual.alpha.zero_()
+        model.blocks[1].attn_residual.b.fill_(-100)
+        health = ask.gate_health(model, idx)
+    assert health["dead"] == 2 and health["floor"] == 0.5 and len(health["a"]) == 4
+    steps = [ask.degrees(before.x, stream.x).item() for _, _, _, before, stream in ask.walk(model, idx)]
+    assert steps[0] == pytest.approx(math.degrees(math.atan(health["a"][0])), rel=0.02) and steps[1] < 1e-3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -924,7 +1146,7 @@ def test_a_run_is_never_overwritten_or_resumed_in_another_shape(data, tmp_path):
     for argv, message in (
         ([], "already holds a run"),
         (["--init_from=resume", "--n_embd=64"], "was trained with n_embd=32, not 64"),
-        (["--init_from=resume", "--residual=lns"], "was trained with residual='prenorm', not 'lns'"),
+        (["--init_from=resume", "--residual=lns"], "was trained with residual='nag', not 'lns'"),
         (["--init_from=resume", f"--data_dir={other}"], "was trained on another tokenizer"),
         (["--init_from=resume", "--batch_size=2"], "was trained with tokens_per_step=128, not 64"),
         (["--init_from=resume", "--optimizer=muon"], "was trained with optimizer='adamw', not 'muon'"),
@@ -1097,22 +1319,51 @@ def test_eval_reports_loss_depth_and_a_sample(data, two_runs, capsys):
     _, model = ask.load(two_runs / "a" / "ckpt.pt")
     windows = prepare_c4.Windows(data, "val", 32)
     x = torch.tensor(np.stack([windows[i][:-1] for i in range(20)]).astype(int))
-    stream, rope = model.ends.embed(model.embed(x)), (model.cos, model.sin)
+    stream, rope, depth = model.ends.embed(model.embed(x)), (model.cos, model.sin), report["depth"]
+    begin = (stream.x * stream.lane.exp()).detach().double()
     for layer in range(3):
-        s = stream.x.detach()
-        square = s.square().mean()
-        assert report["depth"]["variance"][layer] == pytest.approx(
-            float(square - s.mean(-1).square().mean()) * 32 / 31, rel=1e-4
-        )
-        assert report["depth"]["rms"][layer] == pytest.approx(float(square.sqrt()), rel=1e-4)
-        assert report["depth"]["max"][layer] == pytest.approx(float(s.abs().max(-1).values.mean()), rel=1e-4)
+        s = (stream.x * stream.lane.exp()).detach().double()  # NAG's lanes as one
+        square, mean = s.square().mean(-1), s.mean(-1)
+        fourth, rms, largest = (s - mean[..., None]).pow(4).mean(-1), square.sqrt(), s.abs().max(-1).values
+        for key, value in (
+            ("variance", (square - mean**2) * 32 / 31), ("rms", rms), ("max", largest), ("max/rms", largest / rms),
+            ("kurtosis", fourth / (square - mean**2) ** 2),
+        ):  # fmt: skip
+            assert depth[key][layer] == pytest.approx(value.mean().item(), rel=1e-4), key
+        if layer:
+            angle = torch.acos(F.cosine_similarity(begin, s, dim=-1)).rad2deg().mean().item()
+            assert depth["from embedding"][2 * layer - 1] == pytest.approx(angle, rel=1e-3)
         stream = model.blocks[layer](stream, rope) if layer < 2 else stream
+    assert len(depth["rotation"]) == len(depth["alpha"]) == 4 and len(depth["sink"]) == 2
+    for alpha, a, rotation in zip(depth["alpha"], depth["a"], depth["rotation"]):
+        assert 0 < a < alpha and rotation == pytest.approx(math.degrees(math.atan(a)), rel=0.05)
+    p = model(x)[0].detach().softmax(-1)
+    entropy = -(p * p.log()).sum(-1)
+    pair = torch.stack([stream.lane[..., 0].detach().flatten(), entropy.flatten()])
+    assert depth["norm and entropy"] == pytest.approx(np.corrcoef(pair)[0, 1], abs=1e-3)
     for argv, message in (
         (["--what=loss,dept"], "dept is not one of"), (["--checkpoint=x.pt"], "no such checkpoint"),
         (["--data_dir=/nowhere"], "no prepared data"),
     ):  # fmt: skip
         with pytest.raises(SystemExit, match=message):
             script("eval.py", f"--out_dir={two_runs / 'a'}", *argv)
+
+
+def test_the_sink_is_the_share_of_attention_that_the_first_token_gets():
+    model, h = shaken(tiny(n_head=4, n_kv_head=2)), torch.randn(2, 32, 32)
+    attention, rope = model.blocks[0].attn, (model.cos, model.sin)
+    seen, real = [], F.scaled_dot_product_attention
+
+    def share(q, k, v, **how):  # with values that are 1 for the first token alone, the output is its share
+        v = torch.zeros_like(v)
+        v[:, :, 0] = 1
+        seen.append(real(q, k, v, **how)[:, :, 1:].mean().item())
+        return real(q, k, v, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", share)
+        attention(h, rope)
+    assert ask.sink(attention, h, rope).item() == pytest.approx(seen[0], rel=1e-5)
 
 
 def test_every_eval_setting_for_samples_matters(data, two_runs):
@@ -1133,14 +1384,16 @@ def test_figures_are_the_same_bytes_each_time_and_name_what_is_missing(two_runs,
     for figure in plot.FIGURES:
         made = []
         for turn in "12":
-            plot.main(figure, str(tmp_path / (figure + turn)), *runs)
+            plot.main(figure, str(tmp_path / (figure + turn)), *runs[: 2 if figure == "alpha" else 3])
             made.append([(tmp_path / f"{figure}{turn}.{end}").read_bytes() for end in ("png", "svg")])
         assert made[0] == made[1] and len(made[0][0]) > 5000
-    assert {k: len(v[1]) for k, v in plot.grouped(runs).items()} == {"prenorm": 2, "lns": 1}
+    assert {k: len(v[1]) for k, v in plot.grouped(runs).items()} == {"nag": 2, "lns": 1}
     with pytest.raises(SystemExit, match="nowhere/log.jsonl is missing"):
         plot.main("loss", str(tmp_path / "x"), "nowhere")
     with pytest.raises(SystemExit, match="no figure 'lss': choose one of loss"):
         plot.main("lss", str(tmp_path / "x"), *runs)
+    with pytest.raises(SystemExit, match="no alpha in its depth: it is not a run of NAG"):
+        plot.main("alpha", str(tmp_path / "x"), runs[2])
     assert set(RESIDUALS) <= set(plot.COLOURS)
 
 
@@ -1183,10 +1436,13 @@ def test_bench_prints_ratios(data, tmp_path, capsys):
     argv = "--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2 --rounds=2".split()
     script("bench.py", *argv, f"--data_dir={data}", f"--out={tmp_path / 'bench.json'}")
     assert "v. float32" in capsys.readouterr().out
-    assert json.load(open(tmp_path / "bench.json"))["train"]["float32"]["speedup"] == 1
+    assert json.load(open(tmp_path / "bench.json"))["train"]["float32"]["ratio"][1] == 1
+    script("bench.py", "--what=modes", *argv, f"--data_dir={data}", f"--out={tmp_path / 'bench.json'}")
+    assert "v. prenorm" in capsys.readouterr().out
+    assert set(json.load(open(tmp_path / "bench.json"))["modes"]) == {"prenorm", "nag"}
     script("bench.py", "--what=data", "--megabytes=1", "--rounds=1", f"--out={tmp_path / 'bench.json'}")
     assert "x the bare rate" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="what='speed': choose train or data"):
+    with pytest.raises(SystemExit, match="what='speed': choose one of train, modes, data"):
         script("bench.py", "--what=speed")
 
 
@@ -1245,7 +1501,14 @@ SOURCES = sorted(glob.glob(os.path.join(HERE, "*.py")) + glob.glob(os.path.join(
 
 
 def test_files_functions_and_lines_stay_short():
-    budget = {"model.py": 350, "norms.py": 270, "train.py": 445, "prepare_c4.py": 420, "test_all.py": 2000}
+    budget = {
+        "model.py": 350,
+        "norms.py": 270,
+        "train.py": 460,
+        "prepare_c4.py": 420,
+        "eval.py": 400,
+        "test_all.py": 2000,
+    }
     for path in SOURCES:
         text = open(path).read()
         lines = text.splitlines()

@@ -27,8 +27,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import configure, echo
-from eval import evaluate
+from eval import count_windows, eval_batches, evaluate, gate_health
 from model import GPT, GPTConfig
+from nag import NAG
 from prepare_c4 import Loader, Windows, atomic
 
 # where things are
@@ -46,6 +47,7 @@ seed = 1337  # of initialisation, data order and dropout
 optimizer = "adamw"  # adamw, or muon for the matrices and adamw for the rest
 learning_rate = 4e-3  # at its highest
 gate_lr: float | None = None  # of the residual's scalars and gates; None: learning_rate
+alpha_warmup_iters = 0  # nag: steps over which its rotations grow from none to full
 weight_decay = 0.1  # of matrices and embeddings; nothing else decays
 beta1 = 0.9  # adamw
 beta2 = 0.95  # adamw
@@ -91,7 +93,7 @@ rules = (
     ("device", lambda v: v in ("auto", "cpu") or torch.cuda.is_available(), "auto or cpu: torch sees no CUDA device"),
     ("max_iters batch_size gradient_accumulation_steps log_interval max_bad_steps", lambda v: v > 0, "above 0"),
     ("learning_rate eval_tokens flops_budget total_batch_tokens lr_decay_iters wsd_share", lambda v: v > 0, "above 0"),
-    ("seed weight_decay grad_clip beta1 beta2 gate_lr warmup_iters", lambda v: v >= 0, "at least 0"),
+    ("seed weight_decay grad_clip beta1 beta2 gate_lr warmup_iters alpha_warmup_iters", lambda v: v >= 0, "at least 0"),
     ("eval_interval save_interval keep_interval", lambda v: v >= 0, "at least 0"),
     ("beta1 beta2 wsd_share", lambda v: v <= 1, "at most 1"),
     ("warmup_iters", lambda v: isinstance(v, int) or v <= 1, "a number of steps, or a share of at most 1"),
@@ -114,6 +116,8 @@ if dtype == "auto":  # these private checks are the only ones that torch 2.11 to
     cpu_has_it = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     has_it = torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else cpu_has_it
     dtype = "bfloat16" if has_it else "float32"
+if alpha_warmup_iters and settings["residual"] != "nag":
+    fail(f"alpha_warmup_iters={alpha_warmup_iters} needs residual='nag', the only mode that has it")
 if shard == "fsdp" and world == 1:
     fail("shard='fsdp' needs several processes: start it with torchrun")
 if compile is None:
@@ -238,6 +242,7 @@ def laid_out(x, p):
     return distribute_tensor(x.to(device), p.device_mesh, p.placements) if alike else x
 
 
+ramps, ramp = [module.ramp for module in model.modules() if isinstance(module, NAG)], None
 optimizers = model.optimizers(optimizer, learning_rate, gate_lr, weight_decay, (beta1, beta2))
 if init_from == "resume":
     for opt, state in zip(optimizers, saved["optimizers"], strict=True):
@@ -349,8 +354,15 @@ for number in (signal.SIGTERM, signal.SIGINT):
 
 
 def validate():
+    """What goes into the record: the validation loss and, for NAG, what its gates do on the first validation batch"""
     with autocast:
-        return evaluate(model, val_windows, eval_tokens, batch_size, device, rank, world)
+        seen = {"val_loss": evaluate(model, val_windows, eval_tokens, batch_size, device, rank, world)}
+        if config.residual == "nag":
+            x, _ = next(eval_batches(val_windows, count_windows(val_windows, eval_tokens), batch_size, device))
+            seen["gates"] = gate_health(model, x)
+            if main and seen["gates"]["dead"] > 0.1 * 2 * config.n_layer:
+                print(f"warning: {seen['gates']['dead']} of {2 * config.n_layer} sublayers no longer turn anything")
+    return seen
 
 
 def due(interval):
@@ -372,10 +384,10 @@ def show(record, eta):
 
 
 if step == 0 and eval_interval:
-    val_loss = validate()
-    log({"step": 0, "tokens": 0, "val_loss": val_loss, "flops": 0})
+    seen = validate()
+    log({"step": 0, "tokens": 0, "flops": 0} | seen)
     if main:
-        print(f"step 0 | val {val_loss:.4f}")
+        print(f"step 0 | val {seen['val_loss']:.4f}")
 
 stopped, busy, since = False, 0.0, step
 while step < max_iters and not stopped:
@@ -383,6 +395,9 @@ while step < max_iters and not stopped:
     factor = learning_rate_factor(step)
     for group in (group for opt in optimizers for group in opt.param_groups):
         group["lr"] = group["peak"] * factor
+    if ramp != (ramp := min(1.0, (step + 1) / max(1, alpha_warmup_iters))):
+        for buffer in ramps:
+            buffer.fill_(ramp)
     torch.manual_seed(hash((seed, step, rank)))  # dropout too is a function of the step: no state to save
     status = torch.zeros(2, device=device)  # the loss, and whether this rank was told to stop
     for micro in range(micro_steps):
@@ -416,7 +431,7 @@ while step < max_iters and not stopped:
     busy += time.perf_counter() - began
     last = bool(stopped) or step == max_iters
     if due(eval_interval) or (eval_interval and step == max_iters):
-        record["val_loss"] = validate()
+        record |= validate()
     if last or bad_steps or record["val_loss"] is not None or due(log_interval):
         record["tok_s"] = (step - since) * tokens_per_step / busy
         record["mfu"] = record["tok_s"] / tokens_per_step * flops_per_step / (peak * world) if peak else None

@@ -18,7 +18,6 @@ vocab_size = 50304
 init_scale = 0.02
 activation = "swiglu"
 rope_base = 500000.0
-dyt_alpha = (0.2, 0.05, 0.05)  # what DyT wants at this size
 shard = "fsdp"
 
 batch_size = 4

@@ -1,0 +1,149 @@
+"""
+NAG, the norm-agnostic residual (Figliolia & Millidge 2026, arXiv 2606.16112): the stream in two lanes per token, a
+direction r with |r| = sqrt(d), which sublayers may only rotate, and s, the log of the rms norm that the stream would
+have had, which becomes the inverse temperature of the logits. d is n_embd, l the 1-based sublayer, rms = |.|/sqrt(d).
+
+    embed      e = E[token] - mean,  rho = rms(e):  r = e / rho,  s = log rho + g_enc                               (1)
+    sublayer   f = F_l(r), with no norm before it
+               f <- f - mean(f)                                                                                     (2)
+               f <- f - (<f, r> / <r, r>) r                                                                         (3)
+               u = f / rms(f)                                                                                       (4)
+               m = ( sum_c softmax(p)_c sigmoid(<w_c, r> + b_c) )^beta,  a = alpha_l m                              (5)
+               r <- (r + a u) / sqrt(1 + a^2),  s <- s + log(1 + a^2) / 2                                           (6)
+    read out   logit_v = exp(s + g_dec) <r, w_v> / sqrt(d), the rows w_v of the head centred, then |w_v| = sqrt(d)  (7)
+
+A sublayer turns its token by atan(a), by atan(alpha_l) at most.
+
+Differs from the paper: r is divided by the rms it has and not by the sqrt(1 + a^2) it should have, so that it cannot
+drift in low precision; g_dec starts where the first logits have a standard deviation of nag_first_logits at any depth;
+the mixture in (5) is at least 1e-6, for the power's sake. Statistics and s are float32, r has the stream's dtype.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from norms import NoEnds, PreNorm, Stream, refuse, wide
+
+
+def modulator(r, w, b, p, beta):
+    """Eq. 5: how much of its rotation a sublayer grants a token, (..., 1). p: logits of the mixture's weights"""
+    gates = torch.sigmoid(wide(F.linear(r, w, b)))  # (..., C)
+    mixture = (gates * p.softmax(-1)).sum(-1, keepdim=True)
+    return mixture.clamp(min=1e-6) ** beta
+
+
+def rotate(r, s, f, a, eps=1e-12, centre=True, orthogonal=True):
+    """
+    Eqs. 2, 3, 4 and 6 in one pass over r and f. What (2) and (3) take from f are multiples of 1 and of r, so that four
+    sums per token, <r,r>, <f,r>, <f,f> and the mean, give every norm, and r' = A r + D f + E with scalars A, D, E. The
+    price: |f|^2 comes as a difference. For an f within 1.3 degrees of r (cos^2 > 0.9995) float32 leaves u an error of
+    some percent; a second pass over f would remove it, and cost a third more memory traffic.
+    """
+    R, f = wide(r), wide(f)
+    rr, fr, ff = ((x * y).mean(-1, keepdim=True) for x, y in ((R, R), (f, R), (f, f)))  # all divided by d
+    mean = f.mean(-1, keepdim=True) if centre else torch.zeros_like(s)
+    fr, ff = fr - mean * R.mean(-1, keepdim=True), ff - mean**2  # (2)
+    c = fr / (rr + eps) if orthogonal else torch.zeros_like(s)
+    fr, ff = fr - c * rr, (ff - c * fr).clamp(min=0)  # (3): fr is 0 where c was taken
+    k = a * torch.rsqrt(ff + eps)  # a u = k (f - mean - c r)                                                       (4)
+    square = rr + 2 * k * fr + k * k * ff  # mean square of r + a u, 1 + a^2 but for rounding where u is orthogonal
+    n = torch.rsqrt(square + eps)
+    turned = (n * (1 - k * c)) * R + (n * k) * f - n * k * mean  # (6)
+    return turned.to(r.dtype), s + 0.5 * torch.log(1 + a * a if orthogonal else square)
+
+
+class NAGEnds(NoEnds):
+    def __init__(self, config):
+        super().__init__(config)
+        refuse(config, "nag", norm="rms")  # it has none
+        for name, least in (("nag_directions", 0), ("nag_beta", 1e-3), ("nag_first_logits", 1e-3)):
+            if getattr(config, name) is not None and getattr(config, name) < least:
+                raise ValueError(f"{name}={getattr(config, name)}: give at least {least}")
+        self.g_enc, self.g_dec = (nn.Parameter(torch.empty(1)) for _ in "ed")
+        self.lane, self.start = config.nag_lane, start_of_g_dec(config)
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.g_enc)
+        nn.init.constant_(self.g_dec, self.start)
+
+    def embed(self, e):
+        w = wide(e)
+        w = w - w.mean(-1, keepdim=True)
+        rho = torch.sqrt(w.square().mean(-1, keepdim=True) + 1e-12)  # (1)
+        return Stream((w / rho).to(e.dtype), rho.log() + self.g_enc)
+
+    def readout(self, stream, head):
+        w = wide(head)
+        w = w - w.mean(-1, keepdim=True)
+        w = w * torch.rsqrt(w.square().mean(-1, keepdim=True) + 1e-12)
+        s = stream.lane if self.lane else torch.zeros_like(stream.lane)
+        heat = torch.exp(s + self.g_dec) / math.sqrt(w.size(1))  # (7)
+        return (wide(stream.x) * heat).to(stream.x.dtype), w.to(head.dtype)
+
+    def additive(self, stream):
+        return wide(stream.x) * stream.lane.exp()
+
+
+def start_of_g_dec(config):
+    """Log of what the first logits' standard deviation is to be, less what s will have become: (1) and (6) at init"""
+    if config.nag_first_logits is None:
+        return -0.5 * math.log(config.n_embd)  # logits divided by d, all gains zero
+    m = 0.5 if config.nag_directions else 1.0
+    turns = [m * l**-config.nag_alpha_power for l in range(1, 2 * config.n_layer + 1)]
+    s = math.log(config.init_scale) + sum(0.5 * math.log(1 + a * a) for a in turns) if config.nag_lane else 0.0
+    return math.log(config.nag_first_logits) - s
+
+
+class NAG(nn.Module):
+    ends = NAGEnds
+    init_out = "plain"  # a scale that (4) would take out again
+
+    def __init__(self, config, layer):
+        super().__init__()
+        C = config.nag_directions
+        self.alpha = nn.Parameter(torch.empty(1))
+        if C:
+            self.w, self.b, self.p = (nn.Parameter(torch.empty(*shape)) for shape in ((C, config.n_embd), (C,), (C,)))
+            if config.nag_beta is None:
+                self.raw_beta = nn.Parameter(torch.empty(1))
+        self.start, self.beta, self.modulated = layer**-config.nag_alpha_power, config.nag_beta, C > 0
+        self.how = dict(centre=config.nag_centre, orthogonal=config.nag_orthogonal)
+        self.register_buffer("ramp", torch.ones(1))  # train.py lets it grow from 0 over alpha_warmup_iters
+
+    def reset_parameters(self):
+        nn.init.constant_(self.alpha, self.start)
+        if self.modulated:
+            nn.init.normal_(self.w, std=self.w.size(1) ** -0.5)
+            nn.init.zeros_(self.b)
+            nn.init.zeros_(self.p)
+            if self.beta is None:
+                nn.init.constant_(self.raw_beta, math.log(math.e - 1))  # softplus of it is 1
+
+    def turn(self, r):
+        """Eq. 5: a for every token, (B, T, 1)"""
+        a = self.ramp * self.alpha
+        if not self.modulated:
+            return a.expand(*r.shape[:-1], 1)
+        beta = F.softplus(self.raw_beta) if self.beta is None else self.beta
+        return a * modulator(r, self.w, self.b, self.p, beta)
+
+    def read(self, stream):
+        return stream.x, stream
+
+    def write(self, stream, f, gate=1.0):
+        return Stream(*rotate(stream.x, stream.lane, f, gate * self.turn(stream.x), **self.how))
+
+
+class Orthogonal(PreNorm):
+    """x <- x + f - (<f, x> / <x, x>) x, f = F(Norm(x)): pre-norm with (3), the rung between (arXiv 2505.11881)"""
+
+    def write(self, stream, f, gate=1.0):
+        x, w = wide(stream.x), wide(f)
+        c = (w * x).sum(-1, keepdim=True) / (x.square().sum(-1, keepdim=True) + 1e-12)
+        return stream._replace(x=stream.x + (gate * (w - c * x)).to(stream.x.dtype))
+
+
+RESIDUALS = {"nag": NAG, "orthogonal": Orthogonal}
