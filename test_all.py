@@ -426,7 +426,10 @@ def test_a_parameter_without_a_rule_is_an_error():
 def test_initial_weights_have_the_variance_they_should(how, std):
     model = tiny(n_embd=256, **how)
     assert model.blocks[0].mlp.up.weight.std().item() == pytest.approx(std, rel=0.02)
-    down = {out: tiny(n_embd=256, init_out=out, **how).blocks[0].mlp.down.weight for out in ("plain", "scaled", "zero")}
+    down = {
+        out: tiny(n_embd=256, residual="lns", init_out=out, **how).blocks[0].mlp.down.weight
+        for out in ("plain", "scaled", "zero")
+    }
     torch.testing.assert_close(down["scaled"], down["plain"] / 2)  # sqrt(2 n_layer) = 2
     assert not down["zero"].any()
     assert torch.equal(tiny(n_embd=256, residual="prenorm", **how).blocks[0].mlp.down.weight, down["scaled"])
@@ -927,7 +930,9 @@ SAME = ["--dropout=0.1", "--lr_decay_iters=6", "--eval_interval=2", "--save_inte
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--optimizer=muon", "--residual=dyt"], ["--gradient_accumulation_steps=2"]], ids=str
+    "more",
+    [["--alpha_warmup_iters=5"], ["--optimizer=muon", "--residual=dyt"], ["--gradient_accumulation_steps=2"]],
+    ids=str,
 )
 def test_resumed_equals_never_stopped_bit_for_bit(data, tmp_path, more):
     train(data, tmp_path / "one", *SAME, *more)
@@ -986,21 +991,35 @@ TRAIN_FLIPS = [
     "init_from=PATH", "max_iters=5", "flops_budget=1e7", "batch_size=2", "gradient_accumulation_steps=2",
     "total_batch_tokens=256", "seed=2", "optimizer=muon", "learning_rate=1e-3", "gate_lr=0.1", "weight_decay=0.5",
     "beta1=0.5", "beta2=0.5", "grad_clip=0.01", "schedule=wsd", "warmup_iters=4", "warmup_iters=0.5",
-    "lr_decay_iters=12", "min_lr=0.0", "dtype=bfloat16",
+    "lr_decay_iters=12", "min_lr=0.0", "dtype=bfloat16", "alpha_warmup_iters=4",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
-def dyt_run(data, tmp_path_factory):
+def base_run(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("flips") / "base"
-    train(data, out, "--residual=dyt")
+    train(data, out)
     return out
 
 
 @pytest.mark.parametrize("flip", TRAIN_FLIPS)
-def test_every_training_setting_changes_the_losses(data, tmp_path, dyt_run, flip):
-    train(data, tmp_path, "--residual=dyt", "--" + flip.replace("PATH", str(dyt_run / "ckpt.pt")))
-    assert losses(tmp_path) != losses(dyt_run)
+def test_every_training_setting_changes_the_losses(data, tmp_path, base_run, flip):
+    train(data, tmp_path, "--" + flip.replace("PATH", str(base_run / "ckpt.pt")))
+    assert losses(tmp_path) != losses(base_run)
+
+
+def test_alpha_warms_up_and_the_log_has_the_health_of_the_gates(data, tmp_path, base_run, capsys):
+    train(data, tmp_path, "--alpha_warmup_iters=10", "--eval_interval=2", "--nag_alpha_power=20")
+    ramps = [value for name, value in checkpoint(tmp_path)["model"].items() if name.endswith(".ramp")]
+    assert torch.equal(torch.stack(ramps), torch.full((4, 1), 0.6))
+    assert [len(r["gates"]["a"]) for r in records(tmp_path) if r["val_loss"]] == [4] * 4
+    assert "warning: 3 of 4 sublayers no longer turn anything" in capsys.readouterr().out
+    last = records(base_run)[-1]["gates"]
+    assert last["dead"] == last["floor"] == 0 and 0.3 < last["a"][0] < 0.7
+    train(data, tmp_path / "on", f"--init_from={tmp_path / 'ckpt.pt'}", "--nag_alpha_power=20")
+    assert all(v == 1 for n, v in checkpoint(tmp_path / "on")["model"].items() if n.endswith(".ramp"))
+    train(data, tmp_path / "no", "--residual=lns")
+    assert "gates" not in records(tmp_path / "no")[-1]
 
 
 def test_learning_rates(data, tmp_path):
@@ -1123,6 +1142,7 @@ def test_bad_data_is_refused_with_its_name(data, tmp_path, name, change, message
         (["--total_batch_tokens=-128"], "total_batch_tokens=-128: must be above 0"),
         (["--flops_budget=0"], "flops_budget=0.0: must be above 0"),
         (["--warmup_iters=1e3"], "warmup_iters=1000.0: must be a number of steps, or a share"),
+        (["--alpha_warmup_iters=9", "--residual=lns"], "alpha_warmup_iters=9 needs residual='nag'"),
         (["--seed=-1"], "seed=-1: must be at least 0"),
         (["--min_lr=1.0"], "min_lr=1.0: must be from 0 to learning_rate"),
         (["--n_kv_head=0"], "n_kv_head=0: give at least 1"),
