@@ -17,7 +17,7 @@ from multiprocessing import get_context
 import torch
 
 from configurator import configure
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, settings_of_others
 from prepare_c4 import Loader, Windows, batches, get_tokenizer, in_order, list_files, start_worker, write_json
 
 what = "train"  # which part: train, a training step against float32; modes, one of each mode; data, the tokenizer
@@ -109,7 +109,7 @@ def train(settings):
 def each_mode(settings):
     """A training step of every mode at the same shape, each as train.py does it by default"""
     base = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
-    configs = {mode: replace(base, residual=mode) for mode in modes.split(",")}
+    configs = {mode: replace(base, residual=mode, **settings_of_others(mode)) for mode in modes.split(",")}
     steps = {mode: candidate(config, bfloat16=True, compile=True, fused=True) for mode, config in configs.items()}
     flops = {mode: batch_size * base.block_size * GPT(config).flops_per_token() for mode, config in configs.items()}
     return compare(steps, training_batches(base)[0], flops)
@@ -143,7 +143,10 @@ def main():
         raise SystemExit(f"what={what!r}: choose one of {', '.join(parts)}")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     report = {"settings": settings, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    report[what] = parts[what](settings)
+    try:
+        report[what] = parts[what](settings)
+    except ValueError as error:  # of a name or a shape
+        raise SystemExit(f"bench.py: {error}")
     write_json(out, report)
 
 

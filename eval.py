@@ -6,14 +6,17 @@ Ask a checkpoint: its loss, what its stream does through depth, and a sample of 
 
 import codecs
 import json
+import math
 import os
 import sys
 from collections import defaultdict
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
+import bhyt
 from configurator import configure
 from model import GPT, Attention, GPTConfig
 from norms import wide
@@ -22,9 +25,9 @@ from prepare_c4 import Windows, meta_tokenizer, to_batch, write_json
 out_dir = "out"  # where the run is; eval.json goes there too
 checkpoint = "ckpt.pt"  # which of its checkpoints: ckpt.pt, ckpt_best.pt or one that was kept
 data_dir: str | None = None  # shards with a val split; None: those it was trained on
-what = "loss,depth,sample"  # which parts, separated by commas
+what: str | None = None  # which parts, separated by commas: loss, depth, variance, sample; None: all that apply
 eval_tokens: int | None = None  # validation tokens for the loss; None: all
-depth_tokens = 16384  # validation tokens for depth
+depth_tokens = 16384  # validation tokens for depth and variance
 batch_size = 16  # windows at once
 prompt = "def "  # what the sample begins with
 max_new_tokens = 200  # length of the sample
@@ -78,11 +81,11 @@ def evaluate(model, windows, tokens, batch_size, device, rank=0, world=1):
 
 @torch.no_grad()
 def walk(model, x):
-    """The forward, sublayer by sublayer: (sublayer, its residual, what it read, the stream before and behind it)"""
+    """The forward in eval mode, by sublayer: (sublayer, its residual, what it read, the stream before and behind it)"""
     rope, sharded = (model.cos[: x.size(1)], model.sin[: x.size(1)]), isinstance(model, FSDPModule)
     if sharded:
         model.unshard()
-    stream = model.ends.embed(model.embed(x))
+    stream = model.ends.embed(model.embed(x))._replace(at=torch.arange(x.size(1), device=x.device)[:, None])
     for block in model.blocks:
         if sharded:
             block.unshard()
@@ -97,12 +100,15 @@ def walk(model, x):
 DEAD = 0.01  # a NAG sublayer that turns by less than this, some half a degree, does nothing
 
 
+@torch.no_grad()
 def gate_health(model, x):
-    """NAG on one batch: mean |a| of every sublayer, the share of tokens with |a| at the floor, how many are dead"""
-    a = torch.stack(
-        [residual.turn(before.x).abs() for _, residual, _, before, _ in walk(model, x)]
-    )  # (2 n_layer, B, T, 1)
-    mean = a.flatten(1).mean(1)
+    """NAG on one batch: mean |a| of every sublayer, the share of all turns that are below DEAD, the sublayers whose
+    mean is"""
+    training = model.training
+    model.eval()
+    a = torch.stack([residual.turn(before.x).abs() for _, residual, _, before, _ in walk(model, x)])
+    model.train(training)
+    mean = a.flatten(1).mean(1)  # of (2 n_layer, B, T, 1)
     return {"a": mean.tolist(), "floor": float((a < DEAD).float().mean()), "dead": int((mean < DEAD).sum())}
 
 
@@ -122,7 +128,7 @@ def sink(attention, h, rope):
 
 
 def look(model, x, y):
-    """One batch: {quantity: its mean behind the embedding and every block, or in every sublayer or attention}, and of
+    """One batch: {quantity: its mean behind the embedding and every block, or for every sublayer or attention}, and of
     every token the log of the last stream's rms, the entropy of the prediction and the loss"""
     seen, first = defaultdict(list), None
 
@@ -130,7 +136,7 @@ def look(model, x, y):
         centred, square = s - s.mean(-1, keepdim=True), s.square().mean(-1)
         variance, largest = centred.square().mean(-1), s.abs().amax(-1)
         seen["variance"].append(s.var(-1).mean())
-        seen["rms"].append(square.sqrt().mean())
+        seen["norm"].append(s.norm(dim=-1).mean())
         seen["max"].append(largest.mean())
         seen["max/rms"].append((largest / square.sqrt()).mean())
         seen["kurtosis"].append((centred.pow(4).mean(-1) / variance.square()).mean())
@@ -167,10 +173,111 @@ def depth(model, windows, tokens, batch_size, device):
         of_tokens.append(scalars.flatten(1))
     report = {key: (total / n).tolist() for key, total in sums.items()}
     norm, entropy, loss = torch.cat(of_tokens, dim=1)
-    report["norm and entropy"], report["norm and loss"] = (
-        float(torch.corrcoef(torch.stack([norm, other]))[0, 1]) for other in (entropy, loss)
-    )
+    for name, other in (
+        ("norm and entropy", entropy),
+        ("norm and loss", loss),
+    ):  # None: post-norm's is the same for all
+        report[name] = None if norm.std() < 1e-4 else float(torch.corrcoef(torch.stack([norm, other]))[0, 1])
     return report
+
+
+def fit(predicted, measured):
+    """How well one vector predicts another"""
+
+    def correlation(x, y):
+        return float(torch.corrcoef(torch.stack([x, y]))[0, 1])
+
+    error, ranks = (
+        (predicted - measured).square().mean(),
+        [x.argsort().argsort().double() for x in (predicted, measured)],
+    )
+    return {
+        "RMSE": float(error.sqrt()), "R2": float(1 - error / measured.var(correction=0)),
+        "Pearson": correlation(predicted, measured), "Spearman": correlation(*ranks),
+    }  # fmt: skip
+
+
+def added_variance(block, T):
+    """What the attention of a BHyT or prenorm_approx block is predicted to add at each position: {variant: (T,)}"""
+    norm, attn = block.attn_residual.norm, block.attn
+    shape = attn.n_head, attn.n_kv_head, T
+    c = bhyt.attention_gain(attn.wv.weight, attn.wo.weight, *shape)
+    aware = bhyt.attention_gain(attn.wv.weight * norm.gain, attn.wo.weight, *shape)
+    bounded, causal = hasattr(norm, "lam"), T / torch.arange(1, T + 1, device=c.device)
+    spread = (norm.lam / norm.kappa) ** 2 if bounded else norm.gain.square().mean()
+    paper, aware = (x.expand(T) for x in (c * spread, aware * spread if bounded else aware))
+    return {"paper": paper, "gain aware": aware, "causal": paper * causal, "both": aware * causal}
+
+
+def mlp_variance(mlp, gain, spread):
+    """Mean square of an MLP's output features, were its inputs independent normals of variance spread * gain^2"""
+    nodes, weights = (torch.tensor(v, dtype=torch.float32) for v in np.polynomial.hermite_e.hermegauss(32))
+
+    def std(linear):
+        return (spread * (linear.weight * gain).square().sum(1)).sqrt().cpu()  # of each hidden unit
+
+    through = mlp.up if mlp.gate is None else mlp.gate
+    hidden = (mlp.act(std(through)[:, None] * nodes).square() * weights).sum(1) / weights.sum()
+    hidden = hidden if mlp.gate is None else hidden * std(mlp.up).square()
+    return float((mlp.down.weight.square().sum(0).cpu() * hidden).sum() / mlp.down.out_features)
+
+
+def recursion(model, start):
+    """The recursion of the paper's Theorem 3.5 at rho = 0: variance behind the embedding and every block, if what is
+    added were uncorrelated with the stream, for the least and the most variance that a norm's output can have"""
+    grown = {"least": [start], "most": [start]}
+    for bound, values in grown.items():
+        for block in model.blocks:
+            norms = (block.attn_residual.norm, block.mlp_residual.norm)
+            spreads = [(float(n.lam) / n.kappa if bound == "most" else math.tanh(n.lam) / n.kappa) ** 2 for n in norms]
+            attn = block.attn
+            c = bhyt.attention_gain(
+                attn.wv.weight, attn.wo.weight, attn.n_head, attn.n_kv_head, model.config.block_size
+            )
+            added = float(c) * spreads[0] + mlp_variance(block.mlp, norms[1].gain, spreads[1])
+            values.append(values[-1] + added)
+    return grown
+
+
+@torch.no_grad()
+def variance(model, windows, tokens, batch_size, device):
+    """The mean square of a token's stream before the MLP, against its prediction, block by block. For BHyT also, norm
+    by norm, the share of inputs beyond lambda, the variance of the output between its bounds, and the recursion."""
+    parts, of_norms, n = [], torch.zeros(2, 2 * model.config.n_layer), 0
+    for x, y in eval_batches(windows, count_windows(windows, tokens), batch_size, device):
+        x, squares = x[y[:, 0] >= 0], []
+        for i, (sublayer, residual, _, before, stream) in enumerate(walk(model, x)):
+            v = before.x.square().mean(-1, keepdim=True)
+            if isinstance(sublayer, Attention):
+                squares.append(torch.stack([v[..., 0], stream.x.square().mean(-1)]))
+            if isinstance(residual.norm, bhyt.BoundedTanh):
+                z, kappa = before.x * torch.rsqrt(v), residual.norm.kappa
+                out = torch.tanh(residual.norm.lam / kappa * z)
+                of_norms[:, i] += torch.stack([(z.abs() > kappa).float().mean(), out.square().mean()]).cpu() * len(x)
+        parts.append(torch.stack(squares))  # (n_layer, 2, B, T)
+        n += len(x)
+    before, behind = torch.cat(parts, dim=2).double().unbind(1)
+    report = {"measured": behind.mean((1, 2)).tolist()}
+    added = [added_variance(block, windows.T) for block in model.blocks]
+    for variant in added[0]:
+        predicted = before + torch.stack([a[variant] for a in added])[:, None]
+        fits = [fit(p.flatten(), m.flatten()) for p, m in zip(predicted, behind)]
+        report[variant] = {"predicted": predicted.mean((1, 2)).tolist(), **{k: [f[k] for f in fits] for k in fits[0]}}
+    norms = [norm for block in model.blocks for norm in (block.attn_residual.norm, block.mlp_residual.norm)]
+    if isinstance(norms[0], bhyt.BoundedTanh):
+        report["saturated"], report["output"] = (of_norms / n).tolist()
+        report["output, at most"] = [(float(norm.lam) / norm.kappa) ** 2 for norm in norms]
+        report["output, at least"] = [(math.tanh(norm.lam) / norm.kappa) ** 2 for norm in norms]
+        report["recursion"] = recursion(model, float(before[0].mean()))
+    return report
+
+
+def show_variance(report):
+    for variant in ("paper", "gain aware", "causal", "both"):
+        rows = report[variant]
+        print(f"{variant:<12}" + "  ".join(f"{k} {sum(v) / len(v):.4g}" for k, v in rows.items() if k != "predicted"))
+    if "saturated" in report:
+        print(f"inputs beyond lambda: {max(report['saturated']):.3%} at most")
 
 
 def sample(model, encoding, device):
@@ -191,7 +298,7 @@ def sample(model, encoding, device):
 
 
 TABLES = {  # what has a value behind the embedding and each block, for each sublayer, for each attention
-    "block": ("variance", "rms", "max", "max/rms", "kurtosis"),
+    "block": ("variance", "norm", "max", "max/rms", "kurtosis"),
     "sublayer": ("rotation", "from embedding", "alpha", "a"),
     "attention": ("sink",),
 }
@@ -204,16 +311,19 @@ def show_depth(report):
         for i, values in enumerate(zip(*rows.values())):
             print(f"{i:<9}" + "".join(f"  {v:>14.4g}" for v in values))
     for name in ("norm and entropy", "norm and loss"):
-        print(f"correlation of the last {name}: {report[name]:.3f}")
+        print(f"correlation of the last {name}: {report[name]}")
 
 
 def main():
     settings = configure(globals(), argv=sys.argv[1:])
-    parts = what.split(",")
-    unknown = set(parts) - {"loss", "depth", "sample"}
-    if unknown:
-        raise SystemExit(f"what={what!r}: {', '.join(unknown)} is not one of loss, depth, sample")
     state, model = load(os.path.join(out_dir, checkpoint), device)
+    known = ["loss", "depth", "variance", "sample"]
+    if model.config.residual not in bhyt.RESIDUALS:
+        known.remove("variance")
+    parts = known if what is None else what.split(",")
+    unknown = set(parts) - set(known)
+    if unknown:
+        raise SystemExit(f"what={what!r}: {', '.join(unknown)} is not one of {', '.join(known)}")
     windows = Windows(data_dir or state["settings"]["data_dir"], "val", model.config.block_size)
     if windows.meta["tokenizer_sha256"] != state["meta"]["tokenizer_sha256"]:
         raise SystemExit("the data's tokenizer is not the one that the checkpoint was trained with")
@@ -228,8 +338,13 @@ def main():
     if "depth" in parts:
         report["depth"] = depth(model, windows, depth_tokens, batch_size, device)
         show_depth(report["depth"])
+    if "variance" in parts:
+        report["variance"] = variance(model, windows, depth_tokens, batch_size, device)
+        show_variance(report["variance"])
     if "sample" in parts:
         directory = data_dir or state["settings"]["data_dir"]
+        if model.config.residual in ("bhyt", "bhyt_exact"):
+            bhyt.fold(model)  # last, since it is for good
         report["sample"] = sample(model, meta_tokenizer(directory, windows.meta), device)
     write_json(path, report)
 

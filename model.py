@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import bhyt
 import nag
 import norms
 from norms import RMSNorm, pick
 
-RESIDUALS = {**norms.RESIDUALS, **nag.RESIDUALS}  # name -> class; each names its own ends
+RESIDUALS = {**norms.RESIDUALS, **nag.RESIDUALS, **bhyt.RESIDUALS}  # name -> class; each names its own ends
 
 
 @dataclass
@@ -42,13 +43,18 @@ class GPTConfig:
     init_out: str | None = None  # output projections: scaled by 1/sqrt(2 n_layer), plain or zero; None: the mode's own
     branch_scale: str = "one"  # what a sublayer's output is multiplied by: one, or depth for 1/sqrt(n_layer)
     dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: start of alpha before attention, before the MLP, before the head
+    bhyt_p: float = 0.99  # bhyt: share of a token's features that must stay below lambda
+    bhyt_lambda: tuple = (2.0, 1.0, 0.0)  # bhyt: start of lambda before attention, MLP, head; 0 there: an RMSNorm
+    bhyt_learned: bool = True  # bhyt: learn lambda
+    bhyt_gain_aware: bool = False  # bhyt: the predicted variance takes the norm's gain into account
+    bhyt_causal: bool = False  # bhyt: it takes into account how many tokens there are to attend to
     nag_alpha_power: float = 0.5  # nag: alpha of sublayer l starts at l^-nag_alpha_power
     nag_directions: int = 32  # nag: directions of the modulator; 0: no modulator, m = 1
     nag_beta: float | None = None  # nag: the modulator's exponent; None: learned, from 1
     nag_centre: bool = True  # nag: take the mean from updates
     nag_orthogonal: bool = True  # nag: take from updates what is parallel to the stream
     nag_lane: bool = True  # nag: the norm lane sets the temperature of the logits; False: one learned constant does
-    nag_first_logits: float | None = 0.75  # nag: std of the logits at the start; None: logits over d, gains zero
+    nag_first_logits: float | None = 0.75  # nag: std of other tokens' first logits; None: logits over d, gains zero
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,6 +167,7 @@ class GPT(nn.Module):
         for name, table in zip(("cos", "sin"), rotary_table(config, None)):
             self.register_buffer(name, table, persistent=False)
         self.init_weights()
+        self.refresh()
 
     def forward(self, idx, targets=None, cache=None):
         """Logits (B, T, V), and their mean cross-entropy with the targets, of which those that are -1 do not count."""
@@ -169,6 +176,7 @@ class GPT(nn.Module):
             raise ValueError(f"{start + T} tokens do not fit into block_size={self.config.block_size}")
         rope = self.cos[start : start + T], self.sin[start : start + T]
         stream = self.ends.embed(self.drop(self.embed(idx)))
+        stream = stream._replace(at=torch.arange(start, start + T, device=idx.device)[:, None])
         for b, block in enumerate(self.blocks):
             stream = block(stream, rope, cache and cache.layer(b, T))
         if cache is not None:
@@ -207,6 +215,12 @@ class GPT(nn.Module):
         left = [name for name, p in self.named_parameters() if p not in done]
         if left:
             raise RuntimeError(f"no rule initialises {', '.join(left)}: give their module reset_parameters")
+
+    def refresh(self):
+        """Have the residuals that keep something computed from the weights compute it again."""
+        for block in self.blocks:
+            if hasattr(block.attn_residual, "refresh"):
+                block.attn_residual.refresh(block.attn)
 
     def param_groups(self):
         """Names of parameters by how they are trained. Decided by what owns a parameter, never by its name."""
@@ -279,6 +293,12 @@ class GPT(nn.Module):
         return torch.cat((idx, *self.stream_tokens(idx, max_new_tokens, **how)), dim=1)
 
 
+def settings_of_others(residual):
+    """The settings that are named after another residual mode than this one, and their defaults"""
+    modes = {field: field.name.partition("_")[0] for field in fields(GPTConfig)}
+    return {f.name: f.default for f, mode in modes.items() if mode in RESIDUALS and not residual.startswith(mode)}
+
+
 def check(config):
     for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size", "vocab_size"):
         if getattr(config, name) is not None and getattr(config, name) < 1:
@@ -296,11 +316,12 @@ def check(config):
         raise ValueError(f"dropout={config.dropout}: give a share, 0 <= dropout < 1")
     if len(config.dyt_alpha) != 3:
         raise ValueError(f"dyt_alpha={config.dyt_alpha!r}: give three starts, for attention, MLP and head")
+    if len(config.bhyt_lambda) != 3 or min(config.bhyt_lambda[:2]) <= 0 or not 0 <= config.bhyt_p < 1:
+        raise ValueError(f"{config.bhyt_lambda=}, {config.bhyt_p=}: give three starts and 0 <= p < 1")
     pick(INITS, config.init, "init")
-    for field in fields(config):  # a setting named after one mode means nothing to another
-        mode = field.name.partition("_")[0]
-        if mode in RESIDUALS and not config.residual.startswith(mode) and getattr(config, field.name) != field.default:
-            raise ValueError(f"residual={config.residual!r} does not use {field.name}: leave it at {field.default!r}")
+    if config.init_scale <= 0:
+        raise ValueError(f"init_scale={config.init_scale}: must be above 0")
+    norms.refuse(config, config.residual, **settings_of_others(config.residual))
 
 
 INITS = {  # name: (weight, scale, gain of the activation) -> None

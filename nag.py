@@ -16,7 +16,8 @@ A sublayer turns its token by atan(a), by atan(alpha_l) at most.
 
 Differs from the paper: r is divided by the rms it has and not by the sqrt(1 + a^2) it should have, so that it cannot
 drift in low precision; g_dec starts where the first logits have a standard deviation of nag_first_logits at any depth;
-the mixture in (5) is at least 1e-6, for the power's sake. Statistics and s are float32, r has the stream's dtype.
+the mixture in (5) is at least 1e-6, for the power's sake. Statistics and s are float32; r has the stream's dtype, which
+is float32 under train.py's autocast and bfloat16 only in a model that is bfloat16 itself.
 """
 
 import math
@@ -29,7 +30,8 @@ from norms import NoEnds, PreNorm, Stream, refuse, wide
 
 
 def modulator(r, w, b, p, beta):
-    """Eq. 5: how much of its rotation a sublayer grants a token, (..., 1). p: logits of the mixture's weights"""
+    """Eq. 5: how much of its rotation a sublayer grants a token, (..., 1). p: logits of the mixture's weights. Below
+    1e-6 the clamp passes no gradient: a token shut out that far stays out until w or b move for others."""
     gates = torch.sigmoid(wide(F.linear(r, w, b)))  # (..., C)
     mixture = (gates * p.softmax(-1)).sum(-1, keepdim=True)
     return mixture.clamp(min=1e-6) ** beta
@@ -37,49 +39,52 @@ def modulator(r, w, b, p, beta):
 
 def rotate(r, s, f, a, eps=1e-12, centre=True, orthogonal=True):
     """
-    Eqs. 2, 3, 4 and 6 in one pass over r and f. What (2) and (3) take from f are multiples of 1 and of r, so that four
-    sums per token, <r,r>, <f,r>, <f,f> and the mean, give every norm, and r' = A r + D f + E with scalars A, D, E. The
-    price: |f|^2 comes as a difference. For an f within 1.3 degrees of r (cos^2 > 0.9995) float32 leaves u an error of
-    some percent; a second pass over f would remove it, and cost a third more memory traffic.
+    Eqs. 2, 3, 4 and 6: r' = A r + D f + E with three scalars a token, compiled to one kernel. <f,f> could come from the
+    same sums as <f,r> too, as a difference; but that difference is all rounding where f is nearly parallel to r, and
+    then r leaves its sphere. What is left of f is summed instead: the row once more, from cache.
     """
     R, f = wide(r), wide(f)
-    rr, fr, ff = ((x * y).mean(-1, keepdim=True) for x, y in ((R, R), (f, R), (f, f)))  # all divided by d
+    rr, fr = R.square().mean(-1, keepdim=True), (f * R).mean(-1, keepdim=True)
     mean = f.mean(-1, keepdim=True) if centre else torch.zeros_like(s)
-    fr, ff = fr - mean * R.mean(-1, keepdim=True), ff - mean**2  # (2)
-    c = fr / (rr + eps) if orthogonal else torch.zeros_like(s)
-    fr, ff = fr - c * rr, (ff - c * fr).clamp(min=0)  # (3): fr is 0 where c was taken
-    k = a * torch.rsqrt(ff + eps)  # a u = k (f - mean - c r)                                                       (4)
-    square = rr + 2 * k * fr + k * k * ff  # mean square of r + a u, 1 + a^2 but for rounding where u is orthogonal
-    n = torch.rsqrt(square + eps)
-    turned = (n * (1 - k * c)) * R + (n * k) * f - n * k * mean  # (6)
-    return turned.to(r.dtype), s + 0.5 * torch.log(1 + a * a if orthogonal else square)
+    c = (fr - mean * R.mean(-1, keepdim=True)) / (rr + eps) if orthogonal else torch.zeros_like(s)
+    f = f - mean - c * R  # (2) and (3)
+    fr, ff = (f * R).mean(-1, keepdim=True), f.square().mean(-1, keepdim=True)
+    k = a * torch.rsqrt(ff + eps)  # a u = k f                                                                      (4)
+    square = rr + 2 * k * fr + k * k * ff  # of r + a u, as it is: 1 + a^2 but for rounding where u is orthogonal
+    turned = torch.rsqrt(square + eps) * (R + k * f)  # (6)
+    return turned.to(r.dtype), s + 0.5 * (torch.log1p(a * a) if orthogonal else torch.log(square))
 
 
 class NAGEnds(NoEnds):
     def __init__(self, config):
         super().__init__(config)
         refuse(config, "nag", norm="rms")  # it has none
+        if not config.qk_norm:
+            refuse(config, "nag", norm_eps=1e-6)
+        if not config.nag_directions:
+            refuse(config, "nag", nag_beta=None)
         for name, least in (("nag_directions", 0), ("nag_beta", 1e-3), ("nag_first_logits", 1e-3)):
             if getattr(config, name) is not None and getattr(config, name) < least:
                 raise ValueError(f"{name}={getattr(config, name)}: give at least {least}")
-        self.g_enc, self.g_dec = (nn.Parameter(torch.empty(1)) for _ in "ed")
-        self.lane, self.start = config.nag_lane, start_of_g_dec(config)
+        self.g_enc = nn.Parameter(torch.empty(1)) if config.nag_lane else None
+        self.g_dec, self.start = nn.Parameter(torch.empty(1)), start_of_g_dec(config)
 
     def reset_parameters(self):
-        nn.init.zeros_(self.g_enc)
+        if self.g_enc is not None:
+            nn.init.zeros_(self.g_enc)
         nn.init.constant_(self.g_dec, self.start)
 
     def embed(self, e):
         w = wide(e)
         w = w - w.mean(-1, keepdim=True)
         rho = torch.sqrt(w.square().mean(-1, keepdim=True) + 1e-12)  # (1)
-        return Stream((w / rho).to(e.dtype), rho.log() + self.g_enc)
+        return Stream((w / rho).to(e.dtype), rho.log() + (0.0 if self.g_enc is None else self.g_enc))
 
     def readout(self, stream, head):
         w = wide(head)
         w = w - w.mean(-1, keepdim=True)
         w = w * torch.rsqrt(w.square().mean(-1, keepdim=True) + 1e-12)
-        s = stream.lane if self.lane else torch.zeros_like(stream.lane)
+        s = torch.zeros_like(stream.lane) if self.g_enc is None else stream.lane
         heat = torch.exp(s + self.g_dec) / math.sqrt(w.size(1))  # (7)
         return (wide(stream.x) * heat).to(stream.x.dtype), w.to(head.dtype)
 
@@ -91,9 +96,10 @@ def start_of_g_dec(config):
     """Log of what the first logits' standard deviation is to be, less what s will have become: (1) and (6) at init"""
     if config.nag_first_logits is None:
         return -0.5 * math.log(config.n_embd)  # logits divided by d, all gains zero
-    m = 0.5 if config.nag_directions else 1.0
+    m = 0.5 ** (1.0 if config.nag_beta is None else config.nag_beta) if config.nag_directions else 1.0
+    m *= config.n_layer**-0.5 if config.branch_scale == "depth" else 1.0
     turns = [m * l**-config.nag_alpha_power for l in range(1, 2 * config.n_layer + 1)]
-    s = math.log(config.init_scale) + sum(0.5 * math.log(1 + a * a) for a in turns) if config.nag_lane else 0.0
+    s = math.log(config.init_scale) + sum(0.5 * math.log1p(a * a) for a in turns) if config.nag_lane else 0.0
     return math.log(config.nag_first_logits) - s
 
 
@@ -134,7 +140,8 @@ class NAG(nn.Module):
         return stream.x, stream
 
     def write(self, stream, f, gate=1.0):
-        return Stream(*rotate(stream.x, stream.lane, f, gate * self.turn(stream.x), **self.how))
+        x, lane = rotate(stream.x, stream.lane, f, gate * self.turn(stream.x), **self.how)
+        return stream._replace(x=x, lane=lane)
 
 
 class Orthogonal(PreNorm):

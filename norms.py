@@ -25,6 +25,7 @@ from torch import Tensor, nn
 class Stream(NamedTuple):
     x: Tensor  # (B, T, C) the residual
     lane: Tensor | None = None  # (B, T, 1) float32: what a mode carries beside it, if anything
+    at: Tensor | None = None  # (T, 1) positions of the tokens
 
 
 def pick(table, name, setting):
@@ -51,7 +52,7 @@ def wide(x):
 
 
 class RMSNorm(nn.Module):
-    """y = gain * x / sqrt(mean(x^2) + eps)"""
+    """y = gain * x / sqrt(v + eps), v = mean(x^2), or what is known of it"""
 
     def __init__(self, n_embd, eps=1e-6, bias=False):  # bias: LayerNorm's, ignored here as in every RMSNorm
         super().__init__()
@@ -61,9 +62,10 @@ class RMSNorm(nn.Module):
     def reset_parameters(self):
         nn.init.ones_(self.gain)
 
-    def forward(self, x):
+    def forward(self, x, v=None):
         w = wide(x)
-        return (w * torch.rsqrt(w.square().mean(-1, keepdim=True) + self.eps) * self.gain).to(x.dtype)
+        v = w.square().mean(-1, keepdim=True) if v is None else v
+        return (w * torch.rsqrt(v + self.eps) * self.gain).to(x.dtype)
 
 
 class LayerNorm(nn.Module):

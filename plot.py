@@ -3,7 +3,7 @@ Figures from logs: python plot.py FIGURE OUT.png RUN [RUN ...]
 
     loss       validation loss against tokens, and faintly the training loss, from each RUN/log.jsonl
     variance   variance of the stream behind each block, from each RUN/eval.json
-    norm       its norm beside NAG's, each on its own scale, likewise
+    norm       the norm of the stream, NAG's on a scale of its own, likewise
     rotation   how far the embedding has been turned behind each sublayer, likewise
     alpha      NAG: alpha and the a that comes of it in each sublayer, likewise
 
@@ -15,9 +15,10 @@ import json
 import os
 import sys
 
-COLOURS = {  # Okabe and Ito's eight, told apart by the colour-blind, and the same mode has the same one everywhere
+COLOURS = {  # Okabe and Ito's and some of Tol's, for the colour-blind; a mode has the same one everywhere
     "prenorm": "#000000", "perinorm": "#0072B2", "postnorm": "#D55E00", "lns": "#009E73", "dyt": "#E69F00",
     "none": "#CC79A7", "nag": "#56B4E9", "orthogonal": "#999999",
+    "bhyt": "#882255", "bhyt_exact": "#AA4499", "prenorm_approx": "#666666",
 }  # fmt: skip
 
 
@@ -97,25 +98,39 @@ def variance(axes, runs):
 def norm(axes, runs):
     """NAG's on the left, everybody else's on the right"""
     nag = [run for run in runs if read_log(run)[0]["residual"] == "nag"]
-    other, right = [run for run in runs if run not in nag], axes.twinx()
+    other, right = [run for run in runs if run not in nag], axes
+    axes.set(xlabel="block", ylabel="norm of the stream")
+    if nag and other:
+        axes.set(ylabel="norm of NAG's stream, exp(s) sqrt(d)")
+        right = axes.twinx()
+        right.spines["right"].set_visible(True)
+        right.set(ylabel="norm of the other streams (dashed)")
     if nag:
-        draw(axes, nag, by_depth("rms"))
+        draw(axes, nag, by_depth("norm"))
     if other:
-        draw(right, other, by_depth("rms"), ls="--")
-    right.spines["right"].set_visible(True)
-    right.legend(loc="lower right", frameon=False)
-    axes.set(xlabel="block", ylabel="rms of the stream, NAG: exp(s)")
-    right.set(ylabel="rms of the stream, the other modes (dashed)")
+        draw(right, other, by_depth("norm"), ls="--")
+        right.legend(loc="lower right", frameon=False)
 
 
 def rotation(axes, runs):
-    draw(axes, runs, by_depth("from embedding"))
+    def curve(run):
+        degrees = by_depth("from embedding")(run)[1]
+        return range(len(degrees) + 1), [0.0, *degrees]
+
+    draw(axes, runs, curve)
     axes.set(xlabel="sublayer", ylabel="degrees from the embedding")
 
 
 def alpha(axes, runs):
-    draw(axes, runs, by_depth("alpha"), ls="--", label=None)
-    draw(axes, runs, by_depth("a"))
+    def curve(key):
+        def points(run):
+            values = by_depth(key)(run)[1]
+            return range(1, len(values) + 1), values
+
+        return points
+
+    draw(axes, runs, curve("alpha"), ls="--", label=None)
+    draw(axes, runs, curve("a"))
     axes.set(xlabel="sublayer", ylabel="mean |a|, and alpha (dashed)")
 
 

@@ -48,6 +48,7 @@ optimizer = "adamw"  # adamw, or muon for the matrices and adamw for the rest
 learning_rate = 4e-3  # at its highest
 gate_lr: float | None = None  # of the residual's scalars and gates; None: learning_rate
 alpha_warmup_iters = 0  # nag: steps over which its rotations grow from none to full
+bhyt_interval = 100  # bhyt, prenorm_approx: steps between refreshes of the c that predicts a variance
 weight_decay = 0.1  # of matrices and embeddings; nothing else decays
 beta1 = 0.9  # adamw
 beta2 = 0.95  # adamw
@@ -91,7 +92,8 @@ rules = (
     ("dtype", lambda v: v in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
     ("device", lambda v: re.fullmatch(r"auto|cpu|cuda(:\d+)?", v), "auto, cpu, cuda or cuda:N"),
     ("device", lambda v: v in ("auto", "cpu") or torch.cuda.is_available(), "auto or cpu: torch sees no CUDA device"),
-    ("max_iters batch_size gradient_accumulation_steps log_interval max_bad_steps", lambda v: v > 0, "above 0"),
+    ("max_iters batch_size gradient_accumulation_steps", lambda v: v > 0, "above 0"),
+    ("log_interval max_bad_steps bhyt_interval", lambda v: v > 0, "above 0"),
     ("learning_rate eval_tokens flops_budget total_batch_tokens lr_decay_iters wsd_share", lambda v: v > 0, "above 0"),
     ("seed weight_decay grad_clip beta1 beta2 gate_lr warmup_iters alpha_warmup_iters", lambda v: v >= 0, "at least 0"),
     ("eval_interval save_interval keep_interval", lambda v: v >= 0, "at least 0"),
@@ -170,7 +172,7 @@ if init_from != "scratch":
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         fail(f"{path} is no checkpoint of train.py: {str(error).splitlines()[0]}")
     free = {"dropout", "init", "init_scale", "init_out"} | (set() if init_from == "resume" else {"block_size"})
-    now, then = asdict(config), saved["config"]
+    now, then = asdict(config), asdict(GPTConfig()) | saved["config"]  # as old a checkpoint as it may be
     if init_from == "resume":  # what decides which data comes next, and what the optimizer remembers, has to stay
         now |= {"seed": seed, "optimizer": optimizer, "tokens_per_step": tokens_per_step}
         then = {**then, **saved["settings"], "tokens_per_step": saved["tokens_per_step"]}
@@ -242,7 +244,14 @@ def laid_out(x, p):
     return distribute_tensor(x.to(device), p.device_mesh, p.placements) if alike else x
 
 
-ramps, ramp = [module.ramp for module in model.modules() if isinstance(module, NAG)], None
+def ramp_alpha(step):
+    """Let NAG's rotations have their share of full size."""
+    for module in model.modules():
+        if isinstance(module, NAG):
+            module.ramp.fill_(min(1.0, (step + 1) / max(1, alpha_warmup_iters)))
+
+
+ramp_alpha(step)
 optimizers = model.optimizers(optimizer, learning_rate, gate_lr, weight_decay, (beta1, beta2))
 if init_from == "resume":
     for opt, state in zip(optimizers, saved["optimizers"], strict=True):
@@ -360,8 +369,8 @@ def validate():
         if config.residual == "nag":
             x, _ = next(eval_batches(val_windows, count_windows(val_windows, eval_tokens), batch_size, device))
             seen["gates"] = gate_health(model, x)
-            if main and seen["gates"]["dead"] > 0.1 * 2 * config.n_layer:
-                print(f"warning: {seen['gates']['dead']} of {2 * config.n_layer} sublayers no longer turn anything")
+            if main and step >= alpha_warmup_iters and seen["gates"]["dead"] > 0.1 * 2 * config.n_layer:
+                print(f"warning: {seen['gates']['dead']} of {2 * config.n_layer} sublayers turn next to nothing")
     return seen
 
 
@@ -395,9 +404,10 @@ while step < max_iters and not stopped:
     factor = learning_rate_factor(step)
     for group in (group for opt in optimizers for group in opt.param_groups):
         group["lr"] = group["peak"] * factor
-    if ramp != (ramp := min(1.0, (step + 1) / max(1, alpha_warmup_iters))):
-        for buffer in ramps:
-            buffer.fill_(ramp)
+    if step < alpha_warmup_iters:
+        ramp_alpha(step)
+    if step % bhyt_interval == 0:
+        model.refresh()
     torch.manual_seed(hash((seed, step, rank)))  # dropout too is a function of the step: no state to save
     status = torch.zeros(2, device=device)  # the loss, and whether this rank was told to stop
     for micro in range(micro_steps):

@@ -5,6 +5,7 @@ python train.py config/byte_6x384.py
 
 out_dir = "out/byte_6x384"
 
+residual = "prenorm"
 n_layer = 6
 n_head = 6
 n_embd = 384

@@ -1,0 +1,146 @@
+"""
+BHyT, the bounded hyperbolic tangent in place of pre-norm (Byun et al., ICML 2026, arXiv 2601.09719). x is the stream,
+v the mean of its squares over the n_embd = d features, T the context length of training.
+
+    norm       kappa = 1 / sqrt(1 - p):  by Chebyshev at least p of all |x| are below kappa sqrt(v)                 (1)
+               y = gamma * tanh((lam / kappa) x / sqrt(v + eps)),  lam one scalar a norm                            (2)
+    attention  reads (2) with v measured: x' = x + attention
+    MLP        reads (2) with v' = v + c (lam_attention / kappa)^2, not measured again                              (3)
+               c = |W_V W_O|_F^2 / (T d), W_V repeated for each query head; refreshed every bhyt_interval steps     (4)
+
+    bhyt            as above
+    bhyt_exact      measures v before the MLP too
+    prenorm_approx  RMSNorm, whose second v of a block is v' = v + c mean(gamma^2): the ablation of the prediction  (5)
+
+Beyond the paper, as settings: c = |diag(gamma) W_V W_O|_F^2 / (T d), since W_V sees gamma * tanh (bhyt_gain_aware), and
+c_t = c T / (t + 1) at position t, since a causal token averages t + 1 values and not T of them (bhyt_causal).
+Differs from the release: lam is really frozen where it is not learned. As there, lam enters (3) detached.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from norms import FinalNorm, PreNorm, make_norm, refuse, wide
+
+
+def bounded_tanh(x, v, lam, gamma, kappa, eps=1e-6):
+    """Eq. 2; gamma may be None, where fold has put it into the next linear"""
+    y = torch.tanh((lam / kappa) * torch.rsqrt(v + eps) * x)
+    return y if gamma is None else gamma * y
+
+
+def attention_gain(w_v, w_o, n_head, n_kv_head, block_size):
+    """Eq. 4 for weights as nn.Linear stores them, (G D, d) and (d, H D), without the d x d product: what the query
+    heads of a group do to the same values adds up; then |W_V W_O|_F^2 = sum(W_V W_V^T * W_O^T W_O), both (G D, G D)"""
+    d = w_v.size(1)
+    w_o = w_o.view(d, n_kv_head, n_head // n_kv_head, -1).sum(2).flatten(1)  # (d, G D)
+    return ((w_v @ w_v.T) * (w_o.T @ w_o)).sum() / (block_size * d)
+
+
+class BoundedTanh(nn.Module):
+    def __init__(self, config, lam):
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(config.n_embd))
+        if config.bhyt_learned:
+            self.lam = nn.Parameter(torch.empty(1))
+        else:
+            self.register_buffer("lam", torch.empty(1))
+        self.start, self.kappa, self.eps = lam, (1 - config.bhyt_p) ** -0.5, config.norm_eps  # (1)
+
+    def reset_parameters(self):
+        nn.init.constant_(self.lam, self.start)
+        nn.init.ones_(self.gain)
+
+    def forward(self, x, v=None):
+        w = wide(x)
+        v = w.square().mean(-1, keepdim=True) if v is None else v
+        return bounded_tanh(w, v, self.lam, self.gain, self.kappa, self.eps).to(x.dtype)
+
+
+class BHyTEnds(FinalNorm):
+    def __init__(self, config):
+        super().__init__(config)
+        lam = config.bhyt_lambda[2]
+        self.norm = BoundedTanh(config, lam) if lam > 0 else make_norm(config)
+
+
+class BHyTExact(PreNorm):
+    ends = BHyTEnds
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        refuse(config, "bhyt_exact", norm="rms", bhyt_gain_aware=False, bhyt_causal=False)
+        self.norm = BoundedTanh(config, config.bhyt_lambda[(layer - 1) % 2])
+
+
+class PreNormApprox(PreNorm):
+    gain_aware = causal = False
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        refuse(config, config.residual, norm="rms")
+        self.first, self.T = layer % 2 == 1, config.block_size  # attention comes first in a block
+        if self.first:
+            self.register_buffer("c", torch.zeros(1))
+
+    @torch.no_grad()
+    def refresh(self, attention):
+        """Eq. 4 from the weights as they are now. In place and on the device, so that nothing waits or recompiles."""
+        gain, w_v, w_o = (
+            w.full_tensor() if isinstance(w, DTensor) else w
+            for w in (self.norm.gain, attention.wv.weight, attention.wo.weight)
+        )
+        w_v = w_v * gain if self.gain_aware else w_v
+        self.c.copy_(attention_gain(w_v, w_o, attention.n_head, attention.n_kv_head, self.T))
+
+    def output_variance(self):
+        return self.norm.gain.detach().square().mean()  # (5)
+
+    def read(self, stream):
+        v = wide(stream.x).square().mean(-1, keepdim=True) if stream.lane is None else stream.lane
+        return self.norm(stream.x, v), stream._replace(lane=v)
+
+    def write(self, stream, f, gate=1.0):
+        if not self.first:
+            return stream._replace(x=stream.x + gate * f, lane=None)
+        c = self.c * self.T / (stream.at + 1) if self.causal else self.c
+        return stream._replace(
+            x=stream.x + gate * f, lane=stream.lane + gate * gate * c * self.output_variance()
+        )  # (3)
+
+
+class BHyT(PreNormApprox):
+    ends = BHyTEnds
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.norm = BoundedTanh(config, config.bhyt_lambda[(layer - 1) % 2])
+        self.gain_aware, self.causal = config.bhyt_gain_aware, config.bhyt_causal
+
+    def output_variance(self):
+        return (self.norm.lam.detach() / self.norm.kappa).square()
+
+
+RESIDUALS = {"bhyt": BHyT, "bhyt_exact": BHyTExact, "prenorm_approx": PreNormApprox}
+
+
+def fold(model):
+    """For inference, in place and for good: gamma into the columns of the linears that read it, lam frozen"""
+    if not isinstance(model.blocks[0].attn_residual.norm, BoundedTanh):
+        raise ValueError(f"residual={model.config.residual!r} has nothing to fold")
+    for block in model.blocks:
+        mlp = [w for w in (block.mlp.up, block.mlp.gate) if w is not None]
+        for residual, linears in (
+            (block.attn_residual, (block.attn.wq, block.attn.wk, block.attn.wv)),
+            (block.mlp_residual, mlp),
+        ):
+            norm = residual.norm
+            with torch.no_grad():
+                for linear in linears:
+                    linear.weight.mul_(norm.gain)
+            norm.gain = None
+            lam = norm.lam.detach()
+            del norm.lam
+            norm.register_buffer("lam", lam)
+    return model.eval()
