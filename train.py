@@ -465,4 +465,5 @@ if main and stopped:
     state = "not saved in a bad streak" if bad_steps else "saved"
     print(f"stopped by a signal at step {step}, {state}: --init_from=resume goes on")
 if world > 1:
+    dist.barrier()
     dist.destroy_process_group()
