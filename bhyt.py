@@ -156,15 +156,19 @@ def fold(model):
     if not isinstance(model.blocks[0].attn_residual.norm, BoundedTanh):
         raise ValueError(f"residual={model.config.residual!r} has nothing to fold")
     for block in model.blocks:
-        mlp = [w for w in (block.mlp.up, block.mlp.gate) if w is not None]
-        for residual, linears in (
-            (block.attn_residual, (block.attn.wq, block.attn.wk, block.attn.wv)),
-            (block.mlp_residual, mlp),
+        mlps = [mlp for mlp in (block.mlp, getattr(block.mlp, "shared", None)) if mlp is not None]
+        readers = [getattr(mlp, name, None) for mlp in mlps for name in ("router", "up", "gate")]
+        for residual, router, linears in (
+            (block.attn_residual, block.attn_router, [block.attn.wq, block.attn.wk, block.attn.wv]),
+            (block.mlp_residual, block.mlp_router, [linear for linear in readers if linear is not None]),
         ):
             norm = residual.norm
+            weights = [linear.weight for linear in linears] + (
+                [router.w] if router is not None and router.learned else []
+            )
             with torch.no_grad():
-                for linear in linears:
-                    linear.weight.mul_(norm.gain)
+                for w in weights:
+                    w.mul_(norm.gain)
             norm.gain = None
             lam = norm.lam.detach()
             del norm.lam

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
 import bhyt
+import mod
 from configurator import configure
+from generate import stream_tokens
 from model import GPT, Attention, GPTConfig
 from norms import wide
 from prepare_c4 import Windows, meta_tokenizer, to_batch, write_json
@@ -25,11 +27,12 @@ from prepare_c4 import Windows, meta_tokenizer, to_batch, write_json
 out_dir = "out"  # where the run is; eval.json goes there too
 checkpoint = "ckpt.pt"  # which of its checkpoints: ckpt.pt, ckpt_best.pt or one that was kept
 data_dir: str | None = None  # shards with a val split; None: those it was trained on
-what: str | None = None  # which parts, separated by commas: loss, depth, variance, sample; None: all that apply
+what: str | None = None  # parts, separated by commas: loss, depth, variance, mod, sample; None: all that apply
 eval_tokens: int | None = None  # validation tokens for the loss; None: all
 depth_tokens = 16384  # validation tokens for depth and variance
+mod_rate: float | None = None  # let this share of the tokens skip, in place of what it was trained with
 batch_size = 16  # windows at once
-prompt = "def "  # what the sample begins with
+prompt = "def "  # what the sample begins with, and the text that mod maps
 max_new_tokens = 200  # length of the sample
 temperature = 0.8  # of the sample; 0: greedy
 top_k: int | None = None  # sample from the likeliest so many; None: all
@@ -91,7 +94,7 @@ def walk(model, x):
             block.unshard()
         for sublayer, residual in ((block.attn, block.attn_residual), (block.mlp, block.mlp_residual)):
             h, before = residual.read(stream)
-            stream = residual.write(before, sublayer(h, rope) if sublayer is block.attn else sublayer(h), block.scale)
+            stream = block.attend(stream, rope) if sublayer is block.attn else block.feed(stream)
             yield sublayer, residual, h, before, stream
         if sharded:
             block.reshard()
@@ -120,7 +123,7 @@ def degrees(x, y):
 
 def sink(attention, h, rope):
     """Attention that goes to the first token, averaged over heads and all queries that could look elsewhere"""
-    q, k, _ = attention.qkv(h, rope)
+    q, (k, _) = attention.query(h, rope), attention.key_value(h, rope)
     k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
     scores = wide(q @ k.mT) / q.size(-1) ** 0.5  # (B, H, T, T)
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=h.device).triu(1)
@@ -272,6 +275,45 @@ def variance(model, windows, tokens, batch_size, device):
     return report
 
 
+@torch.no_grad()
+def skipping(model, windows, tokens, batch_size, device, ids):
+    """Who skips what: the share that skips each sublayer that has a router, under the causal rule; the loss under that
+    rule and under training's, which looks ahead; and for one text which of its tokens ran where"""
+    routers, skipped, n = mod.routers(model), 0.0, 0
+
+    def runs(x):
+        chosen = []
+        for sublayer, residual, h, before, _ in walk(model, x):
+            block = next(block for block in model.blocks if sublayer in (block.attn, block.mlp))
+            router = block.attn_router if sublayer is block.attn else block.mlp_router
+            if router is not None:
+                chosen.append(router.choose(router.score(h, before, residual))[1])
+        return torch.stack(chosen)  # (routers, B, T)
+
+    for x, y in eval_batches(windows, count_windows(windows, tokens), batch_size, device):
+        x = x[y[:, 0] >= 0]
+        skipped, n = skipped + (~runs(x)).float().mean((1, 2)) * len(x), n + len(x)
+    report = {"skipped": (skipped / n).tolist(), "rate": float(skipped.mean() / n)}
+    report["causal loss"] = evaluate(model, windows, tokens, batch_size, device)
+    for router in routers:
+        router.look_ahead = True
+    report["look-ahead loss"] = evaluate(model, windows, tokens, batch_size, device)
+    for router in routers:
+        router.look_ahead = False
+    where = [f"{kind} {b}" for b, block in enumerate(model.blocks) for kind in ("attn", "mlp")
+             if getattr(block, kind + "_router") is not None]  # fmt: skip
+    map_of = runs(torch.tensor([ids], device=device))[:, 0].int().tolist()
+    return report | {"where": where, "tokens": ids, "map": map_of}
+
+
+def show_skipping(report):
+    print(
+        f"skipped {report['rate']:.1%}; loss {report['causal loss']:.4f}, {report['look-ahead loss']:.4f} looking ahead"
+    )
+    for where, share, row in zip(report["where"], report["skipped"], report["map"]):
+        print(f"{where:<9} {share:>6.1%} " + "".join(".#"[ran] for ran in row[:96]))
+
+
 def show_variance(report):
     for variant in ("paper", "gain aware", "causal", "both"):
         rows = report[variant]
@@ -284,8 +326,8 @@ def sample(model, encoding, device):
     """Print a continuation of the prompt as it is made."""
     torch.manual_seed(seed)
     ids = encoding.encode_ordinary(prompt) or [encoding.eot_token]
-    made = model.stream_tokens(
-        torch.tensor([ids], device=device), max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+    made = stream_tokens(
+        model, torch.tensor([ids], device=device), max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         stop=encoding.eot_token, n_vocab=encoding.n_vocab,
     )  # fmt: skip
     characters = codecs.getincrementaldecoder("utf-8")("replace")  # a character can be several tokens
@@ -317,9 +359,11 @@ def show_depth(report):
 def main():
     settings = configure(globals(), argv=sys.argv[1:])
     state, model = load(os.path.join(out_dir, checkpoint), device)
-    known = ["loss", "depth", "variance", "sample"]
+    known = ["loss", "depth", "variance", "mod", "sample"]
     if model.config.residual not in bhyt.RESIDUALS:
         known.remove("variance")
+    if not mod.routers(model):
+        known.remove("mod")
     parts = known if what is None else what.split(",")
     unknown = set(parts) - set(known)
     if unknown:
@@ -327,6 +371,13 @@ def main():
     windows = Windows(data_dir or state["settings"]["data_dir"], "val", model.config.block_size)
     if windows.meta["tokenizer_sha256"] != state["meta"]["tokenizer_sha256"]:
         raise SystemExit("the data's tokenizer is not the one that the checkpoint was trained with")
+    encoding = meta_tokenizer(data_dir or state["settings"]["data_dir"], windows.meta)
+    shared = model.config.mod_budget == "global"
+    if mod_rate is not None:
+        if "mod" not in known:
+            raise SystemExit(f"mod_rate={mod_rate}: in {out_dir} no token may skip anything")
+        batches = [x.to(device) for x, _ in eval_batches(windows, count_windows(windows, 32768), batch_size, device)]
+        mod.calibrate(model, batches, shared, mod_rate)
     path, report = os.path.join(out_dir, "eval.json"), {"checkpoint": checkpoint, "step": state["step"]}
     if os.path.exists(path):  # parts that were asked of the same checkpoint before stay
         old = json.load(open(path))
@@ -341,11 +392,14 @@ def main():
     if "variance" in parts:
         report["variance"] = variance(model, windows, depth_tokens, batch_size, device)
         show_variance(report["variance"])
+    if "mod" in parts:
+        ids = encoding.encode_ordinary(prompt) or [encoding.eot_token]
+        report["mod"] = skipping(model, windows, depth_tokens, batch_size, device, ids[: model.config.block_size])
+        show_skipping(report["mod"])
     if "sample" in parts:
-        directory = data_dir or state["settings"]["data_dir"]
         if model.config.residual in ("bhyt", "bhyt_exact"):
             bhyt.fold(model)  # last, since it is for good
-        report["sample"] = sample(model, meta_tokenizer(directory, windows.meta), device)
+        report["sample"] = sample(model, encoding, device)
     write_json(path, report)
 
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import bhyt
+import mod
+import moe
 import nag
 import norms
 from norms import RMSNorm, pick
@@ -55,6 +57,17 @@ class GPTConfig:
     nag_orthogonal: bool = True  # nag: take from updates what is parallel to the stream
     nag_lane: bool = True  # nag: the norm lane sets the temperature of the logits; False: one learned constant does
     nag_first_logits: float | None = 0.75  # nag: std of other tokens' first logits; None: logits over d, gains zero
+    moe_experts: int = 0  # experts in place of each MLP; 0: one MLP
+    moe_top_k: int = 2  # moe: experts of a token
+    moe_shared: int = 0  # moe: width of an expert that all tokens pass; 0: none
+    moe_balance: str = "bias"  # moe: how experts are kept busy: bias or loss
+    moe_rate: float = 1e-3  # moe: step of the bias, or weight of the loss
+    mod_on: str = "none"  # which sublayers tokens may skip: none, attention, mlp or both
+    mod_rate: float = 0.0  # mod: share of tokens that skip; 0: none, and no router
+    mod_router: str = "nag"  # mod: what decides: nag, learned or random
+    mod_budget: str = "global"  # mod: the rate holds over all sublayers together (global) or in each (layer)
+    mod_fallback: bool = True  # mod: with the nag router, tokens that skip turn towards a learned direction
+    mod_blocks: str = "all"  # mod: blocks that take part: all, alternate (every second) or inner (not the ends)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,24 +100,31 @@ class Attention(nn.Module):
         self.wo = nn.Linear(self.n_head * D, C, bias)
         self.q_norm, self.k_norm = (RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk")
 
-    def qkv(self, h, rope):
-        B, T, _ = h.shape
-        q = self.wq(h).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
-        k = self.wk(h).view(B, T, self.n_kv_head, -1).transpose(1, 2)  # (B, G, T, D)
-        v = self.wv(h).view(B, T, self.n_kv_head, -1).transpose(1, 2)  # (B, G, T, D)
-        return rotary(self.q_norm(q), rope), rotary(self.k_norm(k), rope), v
+    def query(self, h, rope):
+        return rotary(self.q_norm(self.heads(self.wq(h))), rope)  # (B, H, T, D)
 
-    def forward(self, h, rope, cache=None):
-        q, k, v = self.qkv(h, rope)
-        mask = None
+    def key_value(self, h, rope):
+        return rotary(self.k_norm(self.heads(self.wk(h))), rope), self.heads(self.wv(h))  # (B, G, T, D) each
+
+    def heads(self, x):
+        return x.unflatten(-1, (-1, self.wq.out_features // self.n_head)).transpose(1, 2)
+
+    def forward(self, h, rope, cache=None, rows=None):
+        """rows (B, k): the queries that are asked; None: all"""
+        k, v = self.key_value(h, rope)
+        at = torch.arange(h.size(1), device=h.device)  # positions of the queries among the keys
         if cache is not None:
             past_k, past_v, at = cache  # (B, G, L, D) twice, and the T positions that are being filled
             k, v = past_k.index_copy_(2, at, k.to(past_k.dtype)), past_v.index_copy_(2, at, v.to(past_v.dtype))
-            mask = torch.arange(k.size(2), device=k.device) <= at[:, None]  # (T, L)
-            q = q.to(k.dtype)
+        if rows is not None:
+            h, at, rope = mod.take(h, rows), at[rows], tuple(table[rows][:, None] for table in rope)
+        mask = None
+        if cache is not None or rows is not None:
+            mask = torch.arange(k.size(2), device=k.device) <= at[..., None]  # (T, L) or (B, k, L)
+            mask = mask if rows is None else mask[:, None]
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.n_kv_head != self.n_head,
-            dropout_p=self.dropout if self.training else 0.0,
+            self.query(h, rope).to(k.dtype), k, v, attn_mask=mask, is_causal=mask is None,
+            enable_gqa=self.n_kv_head != self.n_head, dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
         return self.wo(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
@@ -118,10 +138,9 @@ ACTIVATIONS = {  # name: (function, whether it gates a second projection, gain t
 
 
 class MLP(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, hidden):
         super().__init__()
-        self.act, gated, _ = pick(ACTIVATIONS, config.activation, "activation")
-        hidden = config.n_hidden or (64 * math.ceil(config.n_embd / 24) if gated else 4 * config.n_embd)
+        self.act, gated, _ = ACTIVATIONS[config.activation]
         self.up = nn.Linear(config.n_embd, hidden, config.bias)
         self.gate = nn.Linear(config.n_embd, hidden, config.bias) if gated else None
         self.down = nn.Linear(hidden, config.n_embd, config.bias)
@@ -132,20 +151,50 @@ class MLP(nn.Module):
         return self.down(self.act(self.gate(h)) * self.up(h))
 
 
+def make_mlp(config):
+    act, gated, _ = pick(ACTIVATIONS, config.activation, "activation")
+    hidden = config.n_hidden or (64 * math.ceil(config.n_embd / 24) if gated else 4 * config.n_embd)
+    if not config.moe_experts:
+        return MLP(config, hidden)
+    return moe.MoE(config, act, gated, hidden, MLP(config, config.moe_shared) if config.moe_shared else None)
+
+
 class Block(nn.Module):
     def __init__(self, config, b):
         super().__init__()
         residual = pick(RESIDUALS, config.residual, "residual")
         self.attn, self.attn_residual = Attention(config), residual(config, 2 * b + 1)
-        self.mlp, self.mlp_residual = MLP(config), residual(config, 2 * b + 2)
+        self.mlp, self.mlp_residual = make_mlp(config), residual(config, 2 * b + 2)
+        of_block = {"all": True, "alternate": b % 2 == 1, "inner": 0 < b < config.n_layer - 1}
+        on = pick(
+            {"none": "", "attention": "attention", "mlp": "mlp", "both": "attention mlp"}, config.mod_on, "mod_on"
+        )
+        on = on if pick(of_block, config.mod_blocks, "mod_blocks") and config.mod_rate else ""
+        self.attn_router = mod.Router(config, self.attn_residual) if "attention" in on else None
+        self.mlp_router = mod.Router(config, self.mlp_residual) if "mlp" in on else None
         self.scale = pick({"one": 1.0, "depth": config.n_layer**-0.5}, config.branch_scale, "branch_scale")
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, stream, rope, cache=None):
-        h, stream = self.attn_residual.read(stream)
-        stream = self.attn_residual.write(stream, self.drop(self.attn(h, rope, cache)), self.scale)
-        h, stream = self.mlp_residual.read(stream)
-        return self.mlp_residual.write(stream, self.drop(self.mlp(h)), self.scale)
+        return self.feed(self.attend(stream, rope, cache))
+
+    def attend(self, stream, rope, cache=None):
+        def run(h, rows=None):
+            return self.drop(self.attn(h, rope, cache, rows))
+
+        return self.sublayer(run, self.attn_residual, self.attn_router, stream)
+
+    def feed(self, stream):
+        def run(h, rows=None):
+            return self.drop(self.mlp(h if rows is None else mod.take(h, rows)))
+
+        return self.sublayer(run, self.mlp_residual, self.mlp_router, stream)
+
+    def sublayer(self, run, residual, router, stream):
+        h, stream = residual.read(stream)
+        if router is None:
+            return residual.write(stream, run(h), self.scale)
+        return router(run, residual, h, stream, self.scale)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,8 +232,10 @@ class GPT(nn.Module):
             cache.length += T
         hidden, head = self.ends.readout(stream, self.head.weight)
         logits = F.linear(hidden, head)
-        loss = None if targets is None else cross_entropy(logits, targets)
-        return logits, loss
+        if targets is None:
+            return logits, None
+        penalties = [m.penalty for m in moe.layers(self) if m.penalty is not None] if self.training else []
+        return logits, cross_entropy(logits, targets) + sum(penalties)
 
     @torch.no_grad()
     def init_weights(self):
@@ -192,6 +243,8 @@ class GPT(nn.Module):
         config, done = self.config, set()
         gain = ACTIVATIONS[config.activation][2]
         outputs = {m for block in self.blocks for m in (block.attn.wo, block.mlp.down)}
+        outputs |= {block.mlp.shared.down for block in self.blocks if getattr(block.mlp, "shared", None)}
+        stacked = {linear: m.E for m in moe.layers(self) for linear in m.stacks}
         in_mlp = {m for block in self.blocks for m in block.mlp.modules()}
         how = config.init_out or RESIDUALS[config.residual].init_out
         shrink = pick({"scaled": (2 * config.n_layer) ** -0.5, "plain": 1.0, "zero": 0.0}, how, "init_out")
@@ -200,7 +253,8 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=config.init_scale)
             elif isinstance(module, nn.Linear):
                 if module is not self.head:
-                    INITS[config.init](module.weight, config.init_scale, gain if module in in_mlp else 1.0)
+                    for w in module.weight.chunk(stacked.get(module, 1)):
+                        INITS[config.init](w, config.init_scale, gain if module in in_mlp else 1.0)
                 elif not config.tied:
                     nn.init.normal_(module.weight, std=config.init_scale)
                 if module in outputs:
@@ -232,7 +286,9 @@ class GPT(nn.Module):
                 groups["embeddings"].append(name)
             elif isinstance(owner, nn.Linear) and p.ndim == 2:
                 groups["matrices"].append(name)
-            elif isinstance(owner, (residual, residual.ends)) or (p.numel() == 1 and not isinstance(owner, nn.Linear)):
+            elif isinstance(owner, (residual, residual.ends, mod.Router)) or (
+                p.numel() == 1 and not isinstance(owner, nn.Linear)
+            ):
                 groups["gates"].append(name)  # what a residual learns besides the gains of its norms, and their scalars
             else:
                 groups["vectors"].append(name)
@@ -256,41 +312,26 @@ class GPT(nn.Module):
         fused = self.embed.weight.device.type in ("cuda", "cpu")
         return [*made, torch.optim.AdamW([*groups.values()], lr=learning_rate, betas=betas, fused=fused)]
 
-    def num_params(self):
-        return sum(p.numel() for p in self.parameters())
+    def num_params(self, active=False):
+        """active: without the experts that a token does not pass"""
+        idle = sum((1 - m.k / m.E) * w.weight.numel() for m in moe.layers(self) for w in m.stacks) if active else 0
+        return round(sum(p.numel() for p in self.parameters()) - idle)
 
     def flops_per_token(self):
-        """Matmul FLOPs of a training step: 2 for each weight of a matrix, the head too, tied or not; 2 C for the
-        score of a query with a key and 2 C to sum the values, (T + 1) / 2 keys on average. The backward: twice that."""
+        """Matmul FLOPs of a training step: 2 for each weight of a matrix, the head too, tied or not; 2 C for the score
+        of a query with a key and 2 C to sum the values, (T + 1) / 2 keys on average. The backward: twice that. Not
+        counted: the experts that a token does not pass, and what the tokens that skip would have cost."""
+        C, T = self.config.n_embd, self.config.block_size
         modules = (m for m in self.modules() if m is not self.embed)
         weights = sum(p.numel() for m in modules for p in m.parameters(recurse=False) if p.ndim == 2)
-        scores = sum(4 * block.attn.wq.out_features for block in self.blocks) * (self.config.block_size + 1) / 2
-        return 3 * (2 * weights + scores)
-
-    @torch.no_grad()
-    def stream_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, n_vocab=None):
-        """Yield the next token of each row, (B, 1), max_new_tokens times or until every row has met the stop token.
-        temperature 0 is greedy; n_vocab: how many ids the tokenizer has, where the model's vocabulary is padded.
-        When the window is full, the newest half of it is read again and generation goes on from there."""
-        size = self.config.block_size
-        cache = KVCache(self, idx.size(0), min(size, idx.size(1) + max_new_tokens))
-        text, new, done = idx, idx[:, -size:], torch.zeros_like(idx[:, :1], dtype=torch.bool)
-        for _ in range(max_new_tokens):
-            if cache.length + new.size(1) > size:
-                cache.length, new = 0, text[:, -max(1, size // 2) :]
-            logits = self(new, cache=cache)[0][:, -1, :n_vocab].float()  # (B, V)
-            new = sample(logits, temperature, top_k, top_p)
-            if stop is not None:
-                new = new.masked_fill(done, stop)
-                done = done | (new == stop)
-            text = torch.cat((text, new), dim=1)
-            yield new
-            if stop is not None and done.all():
-                return
-
-    def generate(self, idx, max_new_tokens, **how):
-        """The prompt with what stream_tokens yields behind it, (B, T + at most max_new_tokens)"""
-        return torch.cat((idx, *self.stream_tokens(idx, max_new_tokens, **how)), dim=1)
+        total = 2 * weights + self.config.n_layer * 2 * C * (T + 1)
+        for block in self.blocks:
+            idle = sum((1 - block.mlp.k / block.mlp.E) * w.weight.numel() for w in getattr(block.mlp, "stacks", ()))
+            mlp = sum(m.weight.numel() for m in block.mlp.modules() if isinstance(m, nn.Linear)) - idle
+            skipped = [0 if r is None else 1 - r.k / r.T for r in (block.attn_router, block.mlp_router)]
+            attn = block.attn.wq.weight.numel() + block.attn.wo.weight.numel()  # keys and values are made for all
+            total -= 2 * idle + skipped[0] * (2 * attn + 2 * C * (T + 1)) + skipped[1] * 2 * mlp
+        return 3 * total
 
 
 def settings_of_others(residual):
@@ -319,6 +360,13 @@ def check(config):
     if len(config.bhyt_lambda) != 3 or min(config.bhyt_lambda[:2]) <= 0 or not 0 <= config.bhyt_p < 1:
         raise ValueError(f"{config.bhyt_lambda=}, {config.bhyt_p=}: give three starts and 0 <= p < 1")
     pick(INITS, config.init, "init")
+    for name, choices in (("mod_router", ("nag", "learned", "random")), ("mod_budget", ("global", "layer"))):
+        pick(dict.fromkeys(choices), getattr(config, name), name)
+    pick(dict.fromkeys(("bias", "loss")), config.moe_balance, "moe_balance")
+    if not 0 <= config.mod_rate < 1 or (config.mod_rate > 0 and config.mod_on == "none"):
+        raise ValueError(f"mod_rate={config.mod_rate} with mod_on={config.mod_on!r}: give both, 0 <= rate < 1")
+    if config.moe_experts and not 1 <= config.moe_top_k <= config.moe_experts:
+        raise ValueError(f"moe_top_k={config.moe_top_k} of moe_experts={config.moe_experts}: give 1 or more of them")
     if config.init_scale <= 0:
         raise ValueError(f"init_scale={config.init_scale}: must be above 0")
     norms.refuse(config, config.residual, **settings_of_others(config.residual))
@@ -334,38 +382,3 @@ INITS = {  # name: (weight, scale, gain of the activation) -> None
 
 def cross_entropy(logits, targets):
     return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1), ignore_index=-1)
-
-
-def sample(logits, temperature, top_k, top_p):
-    """One id for each row of logits (B, V): (B, 1)"""
-    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and top_p <= 0):
-        raise ValueError(
-            f"{temperature=}, {top_k=}, {top_p=}: temperature is at least 0, top_k at least 1, top_p above 0"
-        )
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k is not None:
-        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -math.inf)
-    if top_p is not None:
-        order = logits.argsort(descending=True)
-        p = logits.softmax(-1).gather(-1, order)
-        out = p.cumsum(-1) - p >= top_p  # the likeliest always stays
-        logits = logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -math.inf)
-    return torch.multinomial(logits.softmax(-1), 1)
-
-
-class KVCache:
-    """Keys and values of every layer, at their full length from the start, so that no shape ever changes."""
-
-    def __init__(self, model, batch, length):
-        config, w = model.config, model.embed.weight
-        autocast = torch.is_autocast_enabled(w.device.type)
-        dtype = torch.get_autocast_dtype(w.device.type) if autocast else w.dtype
-        shape = (config.n_layer, 2, batch, config.n_kv_head or config.n_head, length, config.n_embd // config.n_head)
-        self.kv = torch.zeros(shape, dtype=dtype, device=w.device)
-        self.length = 0  # how much of it is filled
-
-    def layer(self, b, T):
-        return *self.kv[b], torch.arange(self.length, self.length + T, device=self.kv.device)

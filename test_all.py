@@ -27,7 +27,10 @@ import torch.nn.functional as F
 import bhyt
 import configurator
 import eval as ask
+import generate
+import mod
 import model as model_file
+import moe
 import nag
 import norms
 import plot
@@ -57,6 +60,8 @@ def shaken(model):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
+        for experts in moe.layers(model):
+            experts.bias.normal_(std=0.1)
     model.refresh()
     return model
 
@@ -220,8 +225,23 @@ def naive(model, idx):
             "gelu": lambda z: 0.5 * z * (1 + torch.erf(z / math.sqrt(2))), "relu": lambda z: z.clamp(min=0),
             "silu": lambda z: z / (1 + torch.exp(-z)), "swiglu": lambda z: z / (1 + torch.exp(-z)),
         }[c.activation]  # fmt: skip
-        up = linear(h, at + ".up")
-        return linear(act(linear(h, at + ".gate")) * up if c.activation == "swiglu" else act(up), at + ".down")
+
+        def through(h, w):
+            up = h @ w["up"].T
+            return (act(h @ w["gate"].T) * up if c.activation == "swiglu" else act(up)) @ w["down"].T
+
+        if not c.moe_experts:
+            up = linear(h, at + ".up")
+            return linear(act(linear(h, at + ".gate")) * up if c.activation == "swiglu" else act(up), at + ".down")
+        out, parts = torch.zeros_like(h), [n for n in ("up", "gate", "down") if f"{at}.{n}.weight" in P]
+        for i, t in itertools.product(range(h.size(0)), range(h.size(1))):  # token by token
+            share = torch.softmax(P[at + ".router.weight"] @ h[i, t], 0)
+            for e in torch.argsort(share + P[at + ".bias"], descending=True)[: c.moe_top_k].tolist():
+                out[i, t] += share[e] * through(
+                    h[i, t], {n: P[f"{at}.{n}.weight"].chunk(c.moe_experts)[e] for n in parts}
+                )
+        shared = {n: P.get(f"{at}.shared.{n}.weight") for n in parts}
+        return out + through(h, shared) if c.moe_shared else out
 
     def rms(v):
         return torch.sqrt((v * v).sum(-1, keepdim=True) / v.size(-1))
@@ -317,7 +337,8 @@ VARIANTS = [
     *[dict(residual=r, n_head=4, n_kv_head=2) for r in bhyt.RESIDUALS],
     dict(residual="bhyt", bhyt_gain_aware=True, n_head=4, n_kv_head=1), dict(residual="bhyt", bhyt_causal=True),
     dict(residual="bhyt", bhyt_lambda=(1.0, 0.5, 0.3), bhyt_p=0.9), dict(residual="bhyt_exact", bhyt_learned=False),
-    dict(residual="bhyt", branch_scale="depth", norm_eps=0.1),
+    dict(residual="bhyt", branch_scale="depth", norm_eps=0.1), dict(moe_experts=4), dict(moe_experts=3, moe_top_k=1),
+    dict(residual="prenorm", moe_experts=4, moe_shared=24, activation="swiglu", n_hidden=16),
     dict(nag_centre=False, nag_orthogonal=False, nag_directions=0, nag_lane=False),
 ]  # fmt: skip
 
@@ -383,7 +404,7 @@ def test_cached_decoding_equals_the_full_forward(changes, chunks):
     model, idx = shaken(tiny(**changes, n_head=4, n_kv_head=2, qk_norm=True)).eval(), some_ids(T=12)
     with torch.no_grad():
         full = model(idx)[0]
-        cache = model_file.KVCache(model, 2, 20)
+        cache = generate.KVCache(model, 2, 20)
         parts = [model(part, cache=cache)[0] for part in idx.split(chunks, dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-4, atol=1e-5)
 
@@ -393,19 +414,19 @@ def test_generate():
     text = idx
     for _ in range(20):
         text = torch.cat((text, model(text)[0][:, -1:].argmax(-1)), 1)
-    assert torch.equal(model.generate(idx, 20, temperature=0), text)
-    assert torch.equal(model.generate(idx, 20, top_k=1), text)
-    assert torch.equal(model.generate(idx, 20, top_p=1e-6), text)
-    assert model.generate(idx, 100, temperature=0).shape == (2, 104)  # far past the window of 32
-    assert model.generate(idx, 50, n_vocab=10, temperature=5.0)[:, 4:].max() < 10
+    assert torch.equal(generate.generate(model, idx, 20, temperature=0), text)
+    assert torch.equal(generate.generate(model, idx, 20, top_k=1), text)
+    assert torch.equal(generate.generate(model, idx, 20, top_p=1e-6), text)
+    assert generate.generate(model, idx, 100, temperature=0).shape == (2, 104)  # far past the window of 32
+    assert generate.generate(model, idx, 50, n_vocab=10, temperature=5.0)[:, 4:].max() < 10
     stop = int(text[0, 6])
-    out = model.generate(idx[:1], 20, temperature=0, stop=stop)
+    out = generate.generate(model, idx[:1], 20, temperature=0, stop=stop)
     assert torch.equal(out, text[:1, : text[0, 4:].tolist().index(stop) + 5])
-    assert len(list(model.stream_tokens(idx, 5))) == 5
-    assert tiny(block_size=1).generate(idx, 3).shape == (2, 7)
+    assert len(list(generate.stream_tokens(model, idx, 5))) == 5
+    assert generate.generate(tiny(block_size=1), idx, 3).shape == (2, 7)
     for how in (dict(top_k=0), dict(top_p=0.0), dict(temperature=-1.0)):
         with pytest.raises(ValueError, match="top_k at least 1"):
-            model.generate(idx, 1, **how)
+            generate.generate(model, idx, 1, **how)
 
 
 def test_sampling_follows_the_distribution():
@@ -414,7 +435,7 @@ def test_sampling_follows_the_distribution():
 
     def shares(**how):
         how = dict(temperature=1.0, top_k=None, top_p=None) | how
-        return torch.bincount(model_file.sample(logits, **how)[:, 0], minlength=4) / 20000
+        return torch.bincount(generate.sample(logits, **how)[:, 0], minlength=4) / 20000
 
     def near(p):
         return pytest.approx(p, abs=0.02)
@@ -483,6 +504,8 @@ FLIPS = dict(
     activation="swiglu", qk_norm=True, rope_base=100.0, tied=False, bias=True, dropout=0.5, init="xavier",
     init_scale=0.1, init_out="plain", branch_scale="depth", dyt_alpha=(2.0, 0.1, 0.3), nag_alpha_power=0.1,
     bhyt_p=0.9, bhyt_lambda=(1.0, 0.5, 0.5), bhyt_learned=False, bhyt_gain_aware=True, bhyt_causal=True,
+    moe_experts=4, moe_top_k=1, moe_shared=8, moe_balance="loss", moe_rate=0.5, mod_on="both", mod_rate=0.5,
+    mod_router="learned", mod_budget="layer", mod_fallback=False, mod_blocks="inner",
     nag_directions=4, nag_beta=2.0, nag_centre=False, nag_orthogonal=False, nag_lane=False, nag_first_logits=None,
 )  # fmt: skip
 
@@ -493,11 +516,24 @@ def test_every_model_setting_changes_something(field):
         with pytest.raises(ValueError, match="33 tokens do not fit into block_size=32"):
             tiny()(some_ids(T=33))
         return
-    base = dict(residual={"dyt": "dyt", "nag": "nag", "bhyt": "bhyt"}.get(field.partition("_")[0], "prenorm"))
+    base = dict(
+        residual={"dyt": "dyt", "nag": "nag", "bhyt": "bhyt", "mod": "nag"}.get(field.partition("_")[0], "prenorm")
+    )
     change = {field: FLIPS[field]}
+    if field.startswith("moe_") and field != "moe_experts":
+        base |= dict(moe_experts=4, moe_balance="loss")
+        change |= dict(moe_balance="bias") if field == "moe_balance" else {}
+    if field == "mod_on":
+        change |= dict(mod_rate=0.5)
+    elif field.startswith("mod_"):
+        base |= dict(mod_on="mlp", mod_rate=0.3)
     one, two = tiny(**base), tiny(**{**base, **change})
     if field == "bhyt_gain_aware":  # which is no news as long as every gain is 1
         one, two = shaken(one), shaken(two)
+    if field == "mod_budget":  # nor this before the first balance
+        for m in (one, two):
+            m(some_ids())
+            mod.balance(mod.routers(m), m.config.mod_budget == "global", 0.3)
     idx = some_ids()
     torch.manual_seed(3)
     losses = [m(idx, idx.roll(-1, 1))[1].item() for m in (one, two)]
@@ -531,6 +567,15 @@ def test_every_model_setting_changes_something(field):
         (dict(nag_directions=0, nag_beta=1.0), "residual='nag' does not use nag_beta: leave it at None"),
         (dict(norm_eps=1e-5), "residual='nag' does not use norm_eps"),
         (dict(init_scale=0.0), "init_scale=0.0: must be above 0"),
+        (dict(mod_rate=0.5), "mod_rate=0.5 with mod_on='none'"),
+        (dict(mod_on="both", mod_rate=1.0), "0 <= rate < 1"),
+        (dict(mod_on="mlps", mod_rate=0.1), "mod_on='mlps': choose one of none, attention, mlp, both"),
+        (dict(mod_router="best"), "mod_router='best': choose one of nag, learned, random"),
+        (dict(mod_budget="all"), "mod_budget='all': choose one of global, layer"),
+        (dict(mod_blocks="odd"), "mod_blocks='odd': choose one of all, alternate, inner"),
+        (dict(mod_on="mlp", mod_rate=0.1, residual="lns"), "mod_router='nag' needs residual='nag'"),
+        (dict(moe_experts=2, moe_top_k=3), "moe_top_k=3 of moe_experts=2"),
+        (dict(moe_experts=2, moe_balance="luck"), "moe_balance='luck': choose one of bias, loss"),
         (dict(nag_directions=-1), "nag_directions=-1: give at least 0"),
         (dict(nag_first_logits=0.0), "nag_first_logits=0.0: give at least"),
         (dict(nag_beta=-1.0), "nag_beta=-1.0: give at least"),
@@ -542,8 +587,20 @@ def test_bad_names_and_shapes_raise_when_the_model_is_built(changes, message):
         tiny(**changes)
 
 
-@pytest.mark.parametrize("changes", [{}, dict(n_head=4, n_kv_head=1), dict(activation="swiglu", tied=False)], ids=str)
-def test_flops_are_those_that_torch_counts(changes):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, dict(n_head=4, n_kv_head=1), dict(activation="swiglu", tied=False),
+        dict(residual="lns", mod_on="both", mod_rate=0.25, mod_router="learned"),
+        dict(mod_on="mlp", mod_rate=0.5, mod_router="random"), dict(residual="lns", moe_experts=4, moe_shared=16),
+        dict(moe_experts=4, moe_top_k=1, mod_on="both", mod_rate=0.25, mod_router="learned", activation="swiglu"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_flops_are_those_that_torch_counts(changes, monkeypatch):
+    monkeypatch.setattr(  # of a custom operator torch counts nothing
+        moe, "grouped", lambda x, w, ends: torch.cat([x[a:b] @ w[e].T for e, (a, b) in moe.spans(ends)])
+    )
     from torch.utils.flop_counter import FlopCounterMode
 
     model, idx = tiny(**changes), some_ids()
@@ -557,12 +614,21 @@ def test_flops_are_those_that_torch_counts(changes):
     assert ours == pytest.approx(sum(counts.values()) - attention + attention / full)
 
 
-@pytest.mark.parametrize("residual", RESIDUALS)
-def test_compiled_equals_eager_and_all_blocks_share_one_graph(residual):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *[dict(residual=r) for r in RESIDUALS], dict(moe_experts=4), dict(mod_on="both", mod_rate=0.4),
+        dict(residual="bhyt", mod_on="both", mod_rate=0.4, mod_router="learned", moe_experts=4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_compiled_equals_eager_and_all_blocks_share_one_graph(changes):
     idx = some_ids()
     results = []
     for compiled in (False, True):
-        model = shaken(tiny(residual=residual, n_layer=12))
+        model = shaken(tiny(n_layer=12, **changes))
+        if "moe_experts" in changes or "mod_on" in changes:  # where rounding could decide who is chosen
+            model.double()
         if compiled:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
@@ -946,14 +1012,173 @@ def test_eval_holds_bhyts_prediction_against_what_it_measures(data, tmp_path):
 @pytest.mark.parametrize("changes", [{}, dict(activation="swiglu", n_kv_head=1, bias=True)], ids=str)
 def test_folded_equals_unfolded(residual, changes):
     model, idx = shaken(tiny(residual=residual, **changes)).eval(), some_ids()
-    logits, text = model(idx)[0], model.generate(idx[:, :4], 20, temperature=0)
+    logits, text = model(idx)[0], generate.generate(model, idx[:, :4], 20, temperature=0)
     count = model.num_params()
     bhyt.fold(model)
     torch.testing.assert_close(model(idx)[0], logits, rtol=1e-5, atol=1e-5)
-    assert torch.equal(model.generate(idx[:, :4], 20, temperature=0), text)
+    assert torch.equal(generate.generate(model, idx[:, :4], 20, temperature=0), text)
     assert model.num_params() == count - 2 * 2 * (32 + 1)
     with pytest.raises(ValueError, match="residual='lns' has nothing to fold"):
         bhyt.fold(tiny(residual="lns"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixture of experts, mixture of depths
+
+
+def test_grouped_products_are_products_group_by_group_with_gradients():
+    x, w = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((10, 4), (4, 3, 4)))
+    ends = torch.tensor([3, 3, 9, 10], dtype=torch.int32)  # the second expert has none
+    parts = [x[a:b] @ w[e].T for e, (a, b) in enumerate(((0, 3), (3, 3), (3, 9), (9, 10)))]
+    torch.testing.assert_close(moe.grouped(x, w, ends), torch.cat(parts))
+    assert torch.autograd.gradcheck(lambda x, w: moe.grouped(x, w, ends), (x, w))
+    x, w = torch.randn(10, 16).bfloat16().requires_grad_(), torch.randn(4, 8, 16).bfloat16().requires_grad_()
+    results = []
+    for form in (moe.grouped, moe.grouped_loop):
+        y = form(x, w, ends)
+        results.append([y, *torch.autograd.grad(y.square().sum(), (x, w))])
+    for kernel, loop in zip(*results):
+        torch.testing.assert_close(kernel, loop, rtol=2e-2, atol=2e-2)
+
+
+def test_experts_are_balanced_by_bias_or_by_loss():
+    idx = some_ids(8)
+    model = tiny(moe_experts=4, moe_rate=0.02, residual="prenorm")
+    with torch.no_grad():
+        model.blocks[0].mlp.router.weight[0] *= 5  # loved by some, hated by others
+    worst = []
+    for _ in range(100):
+        model(idx)
+        load = moe.balance(moe.layers(model))
+        torch.testing.assert_close(load.sum(1), torch.ones(2))
+        worst.append(load[0].max().item())
+    assert worst[-1] < 0.3 < worst[0]
+    kept = moe.layers(model)[0].bias.clone()
+    model.eval()(idx)
+    assert torch.equal(moe.balance(moe.layers(model)), torch.zeros(2, 4)) and torch.equal(
+        kept, model.blocks[0].mlp.bias
+    )
+    a, b = (tiny(moe_experts=4, moe_balance=how, moe_rate=0.5) for how in ("loss", "bias"))
+    difference = a(idx, idx)[1] - b(idx, idx)[1]
+    expected = 0.0
+    for experts, (_, _, h, _, _) in zip(moe.layers(a), [*ask.walk(a, idx)][1::2]):
+        s = experts.router(h.flatten(0, 1)).softmax(-1)
+        share = F.one_hot(s.topk(2).indices, 4).float().mean((0, 1))
+        expected += 0.5 * 4 * (share * s.mean(0)).sum()
+    torch.testing.assert_close(difference, expected)
+    assert torch.equal(a.eval()(idx, idx)[1], b.eval()(idx, idx)[1])
+    assert a.num_params() - a.num_params(active=True) == 2 * 2 * (2 * 32 * 128)  # two of four experts, two blocks
+
+
+ROUTED = [
+    dict(residual=r, **experts, **routed)
+    for r in RESIDUALS
+    for experts in ({}, dict(moe_experts=3))
+    for routed in ({}, dict(mod_on="both", mod_rate=0.4), dict(mod_on="both", mod_rate=0.4, mod_router="learned"))
+    if (experts or routed) and (r == "nag" or routed.get("mod_router", "none" if not routed else "nag") != "nag")
+] + [dict(mod_on="both", mod_rate=0.4, mod_router="random"), dict(mod_on="both", mod_rate=0.4, mod_fallback=False)]
+
+
+def routed(**changes):
+    """A model whose thresholds are those of its own scores"""
+    model = shaken(tiny(**changes))
+    for _ in range(3):
+        model(some_ids(4))
+        if mod.routers(model):
+            mod.balance(mod.routers(model), True, 0.4)
+    return model.eval()
+
+
+@pytest.mark.parametrize("changes", ROUTED, ids=str)
+@torch.no_grad()
+def test_experts_and_skipping_decode_as_they_read_and_see_no_future(changes):
+    model, idx = routed(**changes), some_ids(3, T=12)
+    full = model(idx)[0]
+    cache = generate.KVCache(model, 3, 20)
+    parts = [model(part, cache=cache)[0] for part in idx.split([5, 3, 1, 1, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-4, atol=1e-5)
+    for t in (0, 3, 10):
+        other = idx.clone()
+        other[:, t + 1 :] = (other[:, t + 1 :] + 1 + t) % 64
+        torch.testing.assert_close(model(other)[0][:, : t + 1], full[:, : t + 1])
+    assert generate.generate(model, idx, 30, temperature=0).shape == (3, 42)
+
+
+def test_training_looks_ahead_and_is_not_what_is_reported():
+    model, idx = routed(mod_on="both", mod_rate=0.4).train(), some_ids(3)
+    other = idx.clone()
+    other[:, 16:] = (other[:, 16:] + 1) % 64
+    assert not torch.equal(model(idx)[0][:, :16], model(other)[0][:, :16])
+
+
+@pytest.mark.parametrize("changes", [c for c in ROUTED if "mod_on" in c], ids=str)
+def test_gathered_equals_dense_and_masked_with_gradients(changes, monkeypatch):
+    model, idx, choose = routed(**changes).double().train(), some_ids(3), mod.Router.choose
+    results = []
+    for dense in (False, True):
+        if dense:  # everything is computed, and what was not chosen is masked
+            monkeypatch.setattr(mod.Router, "choose", lambda router, q: (None, choose(router, q)[1]))
+        torch.manual_seed(0)
+        model.zero_grad()
+        logits, loss = model(idx, idx.roll(-1, 1))
+        loss.backward()
+        results.append([logits, *(p.grad for p in model.parameters())])
+    for gathered, masked in zip(*results):
+        torch.testing.assert_close(gathered, masked, rtol=1e-9, atol=1e-12)
+
+
+def test_rate_zero_is_the_dense_model():
+    dense, routed = tiny(), tiny(mod_on="both", mod_rate=0.0)
+    assert torch.equal(dense(some_ids())[0], routed(some_ids())[0]) and not mod.routers(routed)
+    everyone = tiny(mod_on="both", mod_rate=0.4, mod_fallback=False)  # and so is one that lets all tokens run
+    everyone.load_state_dict(dense.state_dict(), strict=False)
+    for router in mod.routers(everyone):
+        router.share.fill_(1.0)
+        router.settle()
+    torch.testing.assert_close(dense(some_ids())[0], everyone(some_ids())[0])
+
+
+def test_skipping_goes_by_the_share_of_the_largest_rotation():
+    model, idx = shaken(tiny(mod_on="both", mod_rate=0.5)), some_ids()
+    for sublayer, residual, h, before, stream in ask.walk(model.eval(), idx):
+        router = model.blocks[0].attn_router
+        q = router.score(h, before, residual)
+        a = residual.alpha * residual.turn(before.x) / residual.alpha
+        torch.testing.assert_close(q, (torch.atan(a) / torch.atan(residual.alpha))[..., 0])
+        assert 0 < q.min() and q.max() < 1
+    counts = {}
+    for where, blocks in (("all", 4), ("alternate", 2), ("inner", 2)):
+        model = tiny(n_layer=4, mod_on="attention", mod_rate=0.5, mod_blocks=where)
+        counts[where] = [block.attn_router is not None for block in model.blocks]
+        assert sum(counts[where]) == blocks and not any(block.mlp_router for block in model.blocks)
+    assert counts["inner"] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_tau_and_k_follow_from_the_scores(shared):
+    model = tiny(n_layer=3, mod_on="both", mod_rate=0.3)
+    q, group = torch.rand(6, 100000) ** torch.arange(1, 7)[:, None], mod.routers(model)
+    for router, row in zip(group, q):
+        bins = (row * mod.BINS).long()
+        router.histogram.index_add_(0, bins, torch.ones_like(row))
+    mod.balance(group, shared, 0.3)
+    for router, row in zip(group, q):
+        exact = (q if shared else row).quantile(0.3, dim=-1).mean() if not shared else q.flatten().sort().values[180000]
+        assert router.tau.item() == pytest.approx(exact.item(), abs=2e-3)
+        assert router.k == pytest.approx(32 * (row >= exact).float().mean().item(), abs=0.6)
+    assert sum(router.k for router in group) == pytest.approx(0.7 * 32 * 6, abs=3)  # each is rounded
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rate", [0.1, 0.35, 0.6])
+def test_a_model_can_be_dialled_to_another_rate(rate):
+    model = routed(mod_on="both", mod_rate=0.2)
+    mod.calibrate(model, [some_ids(64, seed=s) for s in range(4)], True, rate)
+    skipped = [
+        1 - router.choose(router.score(h, before, residual))[1].float().mean().item()
+        for (_, residual, h, before, _), router in zip(ask.walk(model, some_ids(64, seed=9)), mod.routers(model))
+    ]
+    assert np.mean(skipped) == pytest.approx(rate, abs=0.02)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1189,7 +1414,12 @@ SAME = ["--dropout=0.1", "--lr_decay_iters=6", "--eval_interval=2", "--save_inte
 
 @pytest.mark.parametrize(
     "more",
-    [["--alpha_warmup_iters=5"], ["--optimizer=muon", "--residual=dyt"], ["--gradient_accumulation_steps=2"]],
+    [
+        ["--alpha_warmup_iters=5"],
+        ["--optimizer=muon", "--residual=dyt"],
+        ["--gradient_accumulation_steps=2", "--mod_on=both", "--mod_rate=0.4"],
+        ["--moe_experts=4", "--mod_on=mlp", "--mod_rate=0.3", "--mod_router=learned", "--bhyt_interval=2"],
+    ],
     ids=str,
 )
 def test_resumed_equals_never_stopped_bit_for_bit(data, tmp_path, more):
@@ -1826,7 +2056,8 @@ def test_only_the_launcher_speaks_through_the_environment():
 
 
 @pytest.mark.parametrize(
-    "name", ["model", "norms", "nag", "bhyt", "prepare_c4", "eval", "plot", "bench", "configurator"]
+    "name",
+    ["model", "norms", "nag", "bhyt", "moe", "mod", "generate", "prepare_c4", "eval", "plot", "bench", "configurator"],
 )
 def test_importing_does_nothing(name, tmp_path):
     code = f"import sys; sys.path.insert(0, {HERE!r}); import {name}"

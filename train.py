@@ -26,6 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import mod
+import moe
 from configurator import configure, echo
 from eval import count_windows, eval_batches, evaluate, gate_health
 from model import GPT, GPTConfig
@@ -153,14 +155,14 @@ if meta["vocab_size"] > config.vocab_size:
     fail(f"{data_dir} has token ids up to {meta['vocab_size'] - 1}: set --vocab_size={meta['vocab_size']} or more")
 loader = Loader(train_windows, batch_size, micro_steps, seed, rank, world, device)
 
-flops_per_step = tokens_per_step * model.flops_per_token()
+flops_per_step = expected_flops = tokens_per_step * model.flops_per_token()
 if flops_budget is not None:
-    max_iters = math.ceil(flops_budget / flops_per_step)
+    max_iters = math.ceil(flops_budget / expected_flops)
 
 ckpt_path, log_path = os.path.join(out_dir, "ckpt.pt"), os.path.join(out_dir, "log.jsonl")
 if init_from == "auto":
     init_from = "resume" if os.path.exists(ckpt_path) else "scratch"
-step, bad_steps, best_val_loss, saved = 0, 0, math.inf, None
+step, flops, bad_steps, best_val_loss, saved = 0, 0.0, 0, math.inf, None
 if init_from != "resume" and (os.path.exists(ckpt_path) or os.path.exists(log_path)):
     fail(f"{out_dir} already holds a run: --init_from=resume goes on with it, --out_dir=... starts another")
 if init_from != "scratch":
@@ -184,6 +186,7 @@ if init_from != "scratch":
     model.load_state_dict(saved["model"])
     if init_from == "resume":
         step, bad_steps, best_val_loss = saved["step"], saved["bad_steps"], saved["best_val_loss"]
+        flops, flops_per_step = saved["flops"], tokens_per_step * model.flops_per_token()
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Over the ranks, and compiled
@@ -212,8 +215,14 @@ def sync_gradients(on):
         net.require_backward_grad_sync = on
 
 
+def finished():
+    return step >= max_iters if flops_budget is None else flops >= flops_budget
+
+
 def learning_rate_factor(step):
     """Share of the peak learning rate at a step: warm-up, then cosine or a linear end, down to min_lr"""
+    if flops_budget is not None:  # in steps as dear as was expected at the start
+        step = flops / expected_flops
     last, floor = lr_decay_iters or max_iters, 0.1 if min_lr is None else min_lr / learning_rate
     warm = warmup_iters if isinstance(warmup_iters, int) else round(warmup_iters * last)
     if step < warm:
@@ -252,6 +261,7 @@ def ramp_alpha(step):
 
 
 ramp_alpha(step)
+routers, experts = mod.routers(model), moe.layers(model)
 optimizers = model.optimizers(optimizer, learning_rate, gate_lr, weight_decay, (beta1, beta2))
 if init_from == "resume":
     for opt, state in zip(optimizers, saved["optimizers"], strict=True):
@@ -265,10 +275,13 @@ del saved
 
 
 def save(name):
+    if routers and world > 1:
+        mod.agree(routers, world)
     state = {
         "model": whole(model.state_dict()), "optimizers": [whole(opt.state_dict()["state"]) for opt in optimizers],
         "config": asdict(config), "settings": settings, "meta": meta,
         "step": step, "tokens_per_step": tokens_per_step, "bad_steps": bad_steps, "best_val_loss": best_val_loss,
+        "flops": flops,
     }  # fmt: skip
     if main:
         try:
@@ -292,6 +305,7 @@ def run_header():
     """What ran, so that a result can be had again from its log alone"""
     commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     groups = {key: sum(model.get_parameter(n).numel() for n in names) for key, names in model.param_groups().items()}
+    groups = {"active": model.num_params(active=True), **groups} if moe.layers(model) else groups
     return {
         "settings": settings, "from_step": step, "git": commit + ("+changes" if changes else ""),
         "versions": {"python": platform.python_version(), "torch": torch.__version__}, "device": device_name,
@@ -399,7 +413,7 @@ if step == 0 and eval_interval:
         print(f"step 0 | val {seen['val_loss']:.4f}")
 
 stopped, busy, since = False, 0.0, step
-while step < max_iters and not stopped:
+while not finished() and not stopped:
     began = time.perf_counter()
     factor = learning_rate_factor(step)
     for group in (group for opt in optimizers for group in opt.param_groups):
@@ -430,18 +444,24 @@ while step < max_iters and not stopped:
         bad_steps = 0
     else:  # an update cannot be taken back, so it waits until its gradient is known to be good
         bad_steps += 1
-    step += 1
+    step, flops = step + 1, flops + flops_per_step
+    load = moe.balance(experts, world) if experts else None
+    if routers and step % mod.BALANCE == 0:
+        mod.balance(routers, config.mod_budget == "global", config.mod_rate, world)
+        flops_per_step = tokens_per_step * model.flops_per_token()
     record = {
-        "step": step, "tokens": step * tokens_per_step, "flops": step * flops_per_step,
+        "step": step, "tokens": step * tokens_per_step, "flops": flops,
         "loss": loss if good else None, "val_loss": None, "grad_norm": norm if good else None, "bad_steps": bad_steps,
         "lr": learning_rate * factor, "tok_s": None, "mfu": None, "mem_gb": peak_memory_gb(),
     }  # fmt: skip
     for opt in optimizers:
         opt.zero_grad(set_to_none=True)
     busy += time.perf_counter() - began
-    last = bool(stopped) or step == max_iters
-    if due(eval_interval) or (eval_interval and step == max_iters):
+    last = bool(stopped) or finished()
+    if due(eval_interval) or (eval_interval and finished()):
         record |= validate()
+        record |= {"load": load.tolist()} if experts else {}  # share of the tokens that each expert had in this step
+        record |= {"ran": [router.k / router.T for router in routers]} if routers else {}  # share that each let run
     if last or bad_steps or record["val_loss"] is not None or due(log_interval):
         record["tok_s"] = (step - since) * tokens_per_step / busy
         record["mfu"] = record["tok_s"] / tokens_per_step * flops_per_step / (peak * world) if peak else None

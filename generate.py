@@ -1,0 +1,70 @@
+"""
+From a model, text: one token after the other, with keys and values kept. Any mode, dense or with experts, whether
+tokens may skip or not: the forward is the one of model.py.
+"""
+
+import math
+
+import torch
+
+
+class KVCache:
+    """Keys and values of every layer, at their full length from the start, so that no shape ever changes."""
+
+    def __init__(self, model, batch, length):
+        config, w = model.config, model.embed.weight
+        autocast = torch.is_autocast_enabled(w.device.type)
+        dtype = torch.get_autocast_dtype(w.device.type) if autocast else w.dtype
+        shape = (config.n_layer, 2, batch, config.n_kv_head or config.n_head, length, config.n_embd // config.n_head)
+        self.kv = torch.zeros(shape, dtype=dtype, device=w.device)
+        self.length = 0  # how much of it is filled
+
+    def layer(self, b, T):
+        return *self.kv[b], torch.arange(self.length, self.length + T, device=self.kv.device)
+
+
+def sample(logits, temperature, top_k, top_p):
+    """One id for each row of logits (B, V): (B, 1)"""
+    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and top_p <= 0):
+        raise ValueError(
+            f"{temperature=}, {top_k=}, {top_p=}: temperature is at least 0, top_k at least 1, top_p above 0"
+        )
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / temperature
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    if top_p is not None:
+        order = logits.argsort(descending=True)
+        p = logits.softmax(-1).gather(-1, order)
+        out = p.cumsum(-1) - p >= top_p  # the likeliest always stays
+        logits = logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -math.inf)
+    return torch.multinomial(logits.softmax(-1), 1)
+
+
+@torch.no_grad()
+def stream_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, n_vocab=None):
+    """Yield the next token of each row, (B, 1), max_new_tokens times or until every row has met the stop token.
+    temperature 0 is greedy; n_vocab: how many ids the tokenizer has, where the model's vocabulary is padded.
+    When the window is full, the newest half of it is read again and generation goes on from there."""
+    size = model.config.block_size
+    cache = KVCache(model, idx.size(0), min(size, idx.size(1) + max_new_tokens))
+    text, new, done = idx, idx[:, -size:], torch.zeros_like(idx[:, :1], dtype=torch.bool)
+    for _ in range(max_new_tokens):
+        if cache.length + new.size(1) > size:
+            cache.length, new = 0, text[:, -max(1, size // 2) :]
+        logits = model(new, cache=cache)[0][:, -1, :n_vocab].float()  # (B, V)
+        new = sample(logits, temperature, top_k, top_p)
+        if stop is not None:
+            new = new.masked_fill(done, stop)
+            done = done | (new == stop)
+        text = torch.cat((text, new), dim=1)
+        yield new
+        if stop is not None and done.all():
+            return
+
+
+def generate(model, idx, max_new_tokens, **how):
+    """The prompt with what stream_tokens yields behind it, (B, T + at most max_new_tokens)"""
+    return torch.cat((idx, *stream_tokens(model, idx, max_new_tokens, **how)), dim=1)

@@ -1,0 +1,150 @@
+"""
+Mixture of Depths: a token runs a sublayer or skips it (Raposo et al. 2024, arXiv 2404.02258; with NAG's own geometry as
+router, Figliolia & Millidge 2026, arXiv 2606.16112). Every token gets a score q in [0, 1] before any expensive work:
+
+    nag       q = atan(a) / atan(alpha_l), the share of the sublayer's largest rotation that the token would make   (1)
+    learned   q = sigmoid(<w, h> + b) on what the sublayer reads h; what it writes is multiplied by q               (2)
+    random    q is a random number: the control
+
+A token that skips passes unchanged; with NAG's router and mod_fallback it turns by the same a towards a learned v_l.
+Keys and values are made for all tokens; queries, scores, output projection, MLP and experts for those that run.
+
+Training: of T tokens those k with the highest q run, gathered, so that what is skipped is not computed. Looking for the
+highest looks ahead, so evaluation and generation use a threshold instead: a token runs where q >= tau.              (3)
+Every BALANCE steps tau and k follow from a running histogram of q. One tau for all sublayers (mod_budget global): the
+mean share below it is mod_rate, and each sublayer keeps the share that is above; or each its own (layer).           (4)
+
+Differs from the papers: k is the same for all sequences of a batch and moves with the histogram, not with every step.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from norms import wide
+
+BALANCE = 10  # steps between updates of tau and k
+BINS = 1024  # of the histogram
+MEMORY = 0.9  # what a step's histogram keeps of the last one
+
+
+def take(x, rows):
+    """Those rows (B, k) of x (B, T, ...)"""
+    return x.gather(1, rows.view(*rows.shape, *[1] * (x.dim() - 2)).expand(*rows.shape, *x.shape[2:]))
+
+
+class Router(nn.Module):
+    def __init__(self, config, residual):
+        super().__init__()
+        self.rate, self.kind = config.mod_rate, config.mod_router
+        self.geometric, self.learned = self.kind == "nag", self.kind == "learned"
+        if self.geometric and not hasattr(residual, "turn"):
+            raise ValueError("mod_router='nag' needs residual='nag': the others have no rotation to go by")
+        self.v = nn.Parameter(torch.empty(config.n_embd)) if self.geometric and config.mod_fallback else None
+        if self.learned:
+            self.w, self.b = nn.Parameter(torch.empty(config.n_embd)), nn.Parameter(torch.empty(1))
+        if self.kind == "random":
+            self.register_buffer("table", torch.rand(config.block_size))
+        self.register_buffer("histogram", torch.zeros(BINS))
+        self.register_buffer("tau", torch.full((1,), float(self.rate)))
+        self.register_buffer("share", torch.full((1,), 1.0 - self.rate))  # of the tokens, that run in training
+        self.collect = False  # fill the histogram in evaluation too
+        self.look_ahead = False  # choose in evaluation as in training, to be compared with
+        self.T = config.block_size
+        self.settle()
+        self.register_load_state_dict_post_hook(lambda module, keys: module.settle())
+
+    def settle(self):
+        """k as a number, so that shapes are known without asking the device"""
+        self.k = max(1, round(float(self.share) * self.T)) if self.share.device.type != "meta" else self.T
+
+    def reset_parameters(self):
+        if self.v is not None:
+            nn.init.normal_(self.v)
+        if self.learned:
+            nn.init.normal_(self.w, std=self.w.numel() ** -0.5)
+            nn.init.zeros_(self.b)
+
+    def score(self, h, stream, residual):
+        if self.geometric:
+            a, most = residual.turn(stream.x), residual.ramp * residual.alpha
+            return (torch.atan(a.abs()) / (torch.atan(most.abs()) + 1e-12))[..., 0]  # (1)
+        if self.learned:
+            return torch.sigmoid((wide(h) * self.w).sum(-1) + self.b)  # (2)
+        if self.training:
+            return torch.rand(h.shape[:2], device=h.device)
+        return self.table[stream.at[:, 0]].expand(h.shape[:2])
+
+    def choose(self, q):
+        """Which rows are computed, (B, k) in order, and which tokens run, (B, T)"""
+        if self.training or self.look_ahead:
+            rows = q.topk(min(q.size(1), -(-self.k * q.size(1) // self.T)), dim=1, sorted=False).indices.sort(1).values
+            return rows, torch.zeros_like(q, dtype=torch.bool).scatter(1, rows, True)
+        runs = q >= self.tau  # (3)
+        if torch.compiler.is_compiling():  # compute all, rather than wait for the number of rows
+            return None, runs
+        k = int(runs.sum(1).max())  # rows of sequences with fewer are filled up and not used
+        rows = runs.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :k].sort(1).values
+        return rows, runs
+
+    def forward(self, sublayer, residual, h, stream, scale):
+        """The sublayer on the rows that run, and its write; sublayer: (h, rows) -> (B, k, C)"""
+        q = self.score(h, stream, residual)
+        if self.training or self.collect:
+            with torch.no_grad():
+                bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
+                self.histogram.mul_(MEMORY).index_add_(0, bins, torch.ones_like(bins, dtype=self.histogram.dtype))
+        rows, runs = self.choose(q)
+        f, runs = sublayer(h, rows), runs[..., None]
+        full = f if rows is None else torch.zeros_like(h, dtype=f.dtype).scatter(1, rows[..., None].expand_as(f), f)
+        if self.v is not None:
+            return residual.write(stream, torch.where(runs, full, self.v.to(f.dtype)), scale)
+        new = residual.write(stream, full, scale * q[..., None] if self.learned else scale)
+        lane = None if new.lane is None else torch.where(runs, new.lane, stream.lane)
+        return new._replace(x=torch.where(runs, new.x.to(stream.x.dtype), stream.x), lane=lane)
+
+
+def routers(model):
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+def agree(routers, world):
+    """Give every rank the mean of all histograms."""
+    for router in routers:
+        dist.all_reduce(router.histogram)
+        router.histogram.div_(world)
+
+
+@torch.no_grad()
+def balance(routers, shared, rate, world=1):
+    """Eq. 4: tau, and the share that runs in training, of every router, from their histograms"""
+    if world > 1:
+        agree(routers, world)
+    histograms = torch.stack([router.histogram for router in routers]).double()
+    below = (histograms / histograms.sum(1, keepdim=True)).cumsum(1)  # (routers, BINS): share up to each edge
+    below = torch.cat([torch.zeros_like(below[:, :1]), below], dim=1)
+    overall = below.mean(0, keepdim=True).expand_as(below) if shared else below
+    edge = (overall <= rate).sum(1, keepdim=True).clamp(max=BINS) - 1  # the last one with no more than rate below it
+    low, high = overall.gather(1, edge), overall.gather(1, edge + 1)
+    part = (rate - low) / (high - low).clamp(min=1e-12)
+    share = 1 - torch.lerp(below.gather(1, edge), below.gather(1, edge + 1), part)
+    for router, tau, kept in zip(routers, ((edge + part) / BINS)[:, 0].tolist(), share[:, 0].tolist()):
+        router.tau.fill_(tau)
+        router.share.fill_(kept)
+        router.settle()
+
+
+@torch.no_grad()
+def calibrate(model, batches, shared, rate):
+    """Turn a trained model to another rate: tau alone changes. What a layer skips moves the scores of the next ones, so
+    this is done again until it settles."""
+    model.eval()
+    for _ in range(4):
+        for router in routers(model):
+            router.histogram.zero_()
+            router.collect = True
+        for x in batches:
+            model(x)
+        for router in routers(model):
+            router.collect = False
+        balance(routers(model), shared, rate)
