@@ -6,6 +6,10 @@ Figures from logs: python plot.py FIGURE OUT.png RUN [RUN ...]
     norm       the norm of the stream, NAG's on a scale of its own, likewise
     rotation   how far the embedding has been turned behind each sublayer, likewise
     alpha      NAG: alpha and the a that comes of it in each sublayer, likewise
+    rate       final validation loss against the share of tokens that skip, by router, from each RUN/log.jsonl
+    map        which tokens of a text ran where, from one RUN/eval.json
+    stability  final validation loss, and growth of the variance, against the learning rate, from both
+    predicted  BHyT's predicted variance beside the measured one, and the theory's, from each RUN/eval.json
 
 Runs that differ only in their seed become one line, their mean, with a band from the least to the most. The same input
 gives the same bytes. A missing file is an error. Writes OUT.png and OUT.svg.
@@ -134,7 +138,65 @@ def alpha(axes, runs):
     axes.set(xlabel="sublayer", ylabel="mean |a|, and alpha (dashed)")
 
 
-FIGURES = {"loss": loss, "variance": variance, "norm": norm, "rotation": rotation, "alpha": alpha}
+def against(axes, runs, setting, name, value, **style):
+    """One line for each `name`: the mean of value(run) over seeds against a setting, with a band over the seeds"""
+    lines = {}
+    for run in runs:
+        settings = read_log(run)[0]
+        lines.setdefault(name(settings), {}).setdefault(settings[setting], []).append(value(run))
+    for label, points in lines.items():
+        x = sorted(points)
+        mean = [sum(points[at]) / len(points[at]) for at in x]
+        (line,) = axes.plot(x, mean, marker="o", ms=4, lw=1.5, label=label, color=COLOURS.get(label), **style)
+        low, high = [min(points[at]) for at in x], [max(points[at]) for at in x]
+        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
+
+
+def final_loss(run):
+    return [r["val_loss"] for r in read_log(run)[1] if r["val_loss"] is not None][-1]
+
+
+def rate(axes, runs):
+    against(axes, runs, "mod_rate", lambda s: "dense" if not s["mod_rate"] else s["mod_router"], final_loss)
+    axes.set(xlabel="share of tokens that skip", ylabel="validation loss (nats a token)")
+
+
+def stability(axes, runs):
+    def growth(run):
+        values = read_eval(run, "depth")["variance"]
+        return values[-1] / values[1]
+
+    right = axes.twinx()
+    right.spines["right"].set_visible(True)
+    against(axes, runs, "learning_rate", lambda s: s["residual"], final_loss)
+    against(right, runs, "learning_rate", lambda s: s["residual"], growth, ls=":")
+    axes.set(xlabel="learning rate", ylabel="validation loss (nats a token)", xscale="log")
+    right.set(ylabel="variance, last block over first (dotted)", yscale="log")
+
+
+def map_(axes, runs):
+    report = read_eval(runs[0], "mod")
+    axes.imshow(report["map"], aspect="auto", cmap="Greys", interpolation="nearest")
+    axes.set(xlabel="token", yticks=range(len(report["where"])), yticklabels=report["where"])
+    axes.plot([], [], "s", color="black", label="ran")
+
+
+def predicted(axes, runs):
+    for run in runs:
+        report, label = read_eval(run, "variance"), read_log(run)[0]["residual"]
+        blocks = range(len(report["measured"]))
+        axes.plot(blocks, report["measured"], color=COLOURS[label], lw=1.5, label=f"{label}: measured")
+        axes.plot(blocks, report["paper"]["predicted"], color=COLOURS[label], lw=1.5, ls="--", label="predicted")
+        if "recursion" in report:
+            least, most = (report["recursion"][bound][1:] for bound in ("least", "most"))
+            axes.fill_between(blocks, least, most, color="0.8", label="the theory's recursion, uncorrelated")
+    axes.set(xlabel="block", ylabel="variance before the MLP", yscale="log")
+
+
+FIGURES = {
+    "loss": loss, "variance": variance, "norm": norm, "rotation": rotation, "alpha": alpha, "rate": rate, "map": map_,
+    "stability": stability, "predicted": predicted,
+}  # fmt: skip
 
 
 def main(figure, out, *runs):
