@@ -93,7 +93,9 @@ class Router(nn.Module):
         if self.training or self.collect:
             with torch.no_grad():
                 bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
-                self.histogram.mul_(MEMORY).index_add_(0, bins, torch.ones_like(bins, dtype=self.histogram.dtype))
+                self.histogram.mul_(1.0 if self.collect else MEMORY).index_add_(
+                    0, bins, torch.ones_like(bins, dtype=self.histogram.dtype)
+                )
         rows, runs = self.choose(q)
         f, runs = sublayer(h, rows), runs[..., None]
         full = f if rows is None else torch.zeros_like(h, dtype=f.dtype).scatter(1, rows[..., None].expand_as(f), f)

@@ -1917,7 +1917,7 @@ def test_experts_and_routers_are_logged_and_agree_over_ranks(data, tmp_path):
         process = start(data, tmp_path / name, *argv, *more, ranks=2)
         output = process.communicate()[0]
         assert process.returncode == 0, output
-        assert losses(tmp_path / name)[:6] == pytest.approx(losses(tmp_path / "one")[:6], abs=1e-4)
+        assert losses(tmp_path / name)[:6] == pytest.approx(losses(tmp_path / "one")[:6], abs=3e-3)
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), abs=0.1)  # rounding decides choices
     last = records(tmp_path / "ddp")[-1]
     assert np.sum(last["load"], axis=1) == pytest.approx([1, 1]) and np.mean(last["ran"]) == pytest.approx(
