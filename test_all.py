@@ -1904,7 +1904,8 @@ def test_eval_tells_who_skips_and_dials_the_rate(data, two_runs, capsys):
     assert "looking ahead" in capsys.readouterr().out
     for rate in (0.1, 0.5):
         script("eval.py", *argv, f"--mod_rate={rate}")
-        assert json.load(open(run / "eval.json"))["mod"]["rate"] == pytest.approx(rate, abs=0.03)
+        got = json.load(open(run / "eval.json"))["mod"]["rate"]
+        assert got == pytest.approx(rate, abs=0.06)  # in the first sublayer all spaces, say, have the same score
     with pytest.raises(SystemExit, match="mod_rate=0.3: in .* no token may skip anything"):
         script("eval.py", f"--out_dir={two_runs / 'a'}", "--mod_rate=0.3")
 
