@@ -35,8 +35,7 @@ def candidate(config, bfloat16, compile, fused):
     torch.manual_seed(0)
     model = GPT(config)
     if compile:
-        for block in model.blocks:
-            block.compile()
+        model.compile_blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
 
     def step(x, y):

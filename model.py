@@ -270,6 +270,12 @@ class GPT(nn.Module):
         if left:
             raise RuntimeError(f"no rule initialises {', '.join(left)}: give their module reset_parameters")
 
+    def compile_blocks(self):
+        """Block by block: they share one graph, so that a deep model compiles as fast as a flat one."""
+        torch._dynamo.config.allow_unspec_int_on_nn_module = True  # how many tokens run differs by router and moves
+        for block in self.blocks:
+            block.compile()
+
     def refresh(self):
         """Have the residuals that keep something computed from the weights compute it again."""
         for block in self.blocks:

@@ -193,9 +193,8 @@ if init_from != "scratch":
 
 if world > 1:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-if compile:  # block by block: they share one graph, so that a deep model compiles as fast as a flat one
-    for block in model.blocks:
-        block.compile()
+if compile:
+    model.compile_blocks()
 net = model  # what is called in training
 if shard == "fsdp":  # float32 shards are gathered, so that the numbers are those of DDP
     mesh = dist.init_device_mesh(device.type, (world,))
