@@ -14,6 +14,7 @@ COMMON = "--device=cpu --save_interval=100 --log_interval=10 --eval_tokens=65536
 LOOK = ["--what=depth", "--depth_tokens=4096", "--batch_size=8"]
 PIECES = {  # in the order of the ladder, then NAG with one piece changed
     "prenorm": ["--residual=prenorm"],
+    "prenorm_wide": ["--residual=prenorm", "--n_hidden=544"],  # as many parameters as NAG
     "orthogonal": ["--residual=orthogonal"],
     "rotation_only": "--nag_centre=False --nag_directions=0 --nag_lane=False".split(),
     "and_centred": "--nag_directions=0 --nag_lane=False".split(),
@@ -31,14 +32,14 @@ PIECES = {  # in the order of the ladder, then NAG with one piece changed
 
 
 def depth():
-    for blocks in (8, 16, 32):
+    for blocks in (32, 8, 16):
         modes = {f"{mode}_{blocks}": [f"config/depth_{blocks}.py", f"--residual={mode}"] for mode in ("prenorm", "nag")}
-        table(sweep("nag_depth", modes, [2e-3, 4e-3], [1, 2, 3], COMMON, LOOK))
+        table(sweep("nag_depth", modes, [1e-3, 2e-3, 4e-3], [1, 2, 3], COMMON, LOOK))
 
 
 def ladder():
     pieces = {name: ["config/depth_16.py", "--max_iters=250", *args] for name, args in PIECES.items()}
-    table(sweep("nag_ladder", pieces, [2e-3, 4e-3], [1, 2, 3], COMMON, LOOK))
+    table(sweep("nag_ladder", pieces, [4e-3], [1, 2, 3], COMMON, LOOK))
 
 
 def tolerance():
