@@ -169,6 +169,20 @@ def test_every_config_builds_its_model(path):
         assert GPT(config).num_params() > 1e6
 
 
+@pytest.mark.parametrize("family", ["ratio", "tiny"])
+def test_the_width_depth_ladder_of_experts_has_equal_parameters(family):
+    counts = []
+    for ratio in (80, 60, 40, 30, 20):
+        argv = [os.path.join(HERE, "config", f"moe_{family}_{ratio}.py")]
+        values = configurator.configure({"__file__": os.path.join(HERE, "train.py")}, GPTConfig, argv=argv)
+        config = GPTConfig(**{f.name: values[f.name] for f in dataclasses.fields(GPTConfig)})
+        assert config.n_embd / config.n_layer == pytest.approx(ratio, rel=0.035)
+        with torch.device("meta"):
+            counts.append((GPT(config).num_params(), GPT(config).num_params(active=True)))
+    for count in zip(*counts):
+        assert max(count) / min(count) < (1.02 if family == "ratio" else 1.03)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The model against one written again from the equations, in float64
 
