@@ -113,6 +113,8 @@ class PreNormApprox(PreNorm):
     @torch.no_grad()
     def refresh(self, attention):
         """Eq. 4 from the weights as they are now. In place and on the device, so that nothing waits or recompiles."""
+        if self.norm.gain is None:  # folded: c is what it is
+            return
         gain, w_v, w_o = (
             w.full_tensor() if isinstance(w, DTensor) else w
             for w in (self.norm.gain, attention.wv.weight, attention.wo.weight)
@@ -153,8 +155,9 @@ RESIDUALS = {"bhyt": BHyT, "bhyt_exact": BHyTExact, "prenorm_approx": PreNormApp
 
 def fold(model):
     """For inference, in place and for good: gamma into the columns of the linears that read it, lam frozen"""
-    if not isinstance(model.blocks[0].attn_residual.norm, BoundedTanh):
-        raise ValueError(f"residual={model.config.residual!r} has nothing to fold")
+    norm = getattr(model.blocks[0].attn_residual, "norm", None)
+    if not isinstance(norm, BoundedTanh) or norm.gain is None:
+        raise ValueError(f"residual={model.config.residual!r} has nothing to fold, or is folded")
     for block in model.blocks:
         mlps = [mlp for mlp in (block.mlp, getattr(block.mlp, "shared", None)) if mlp is not None]
         readers = [getattr(mlp, name, None) for mlp in mlps for name in ("router", "up", "gate")]

@@ -48,6 +48,7 @@ def load(path, device="cpu"):
     state = torch.load(path, map_location="cpu", weights_only=True)
     model = GPT(GPTConfig(**state["config"])).to(device)
     model.load_state_dict(state["model"])
+    model.refresh()
     return state, model.eval()
 
 
@@ -84,7 +85,7 @@ def evaluate(model, windows, tokens, batch_size, device, rank=0, world=1):
 
 @torch.no_grad()
 def walk(model, x):
-    """The forward in eval mode, by sublayer: (sublayer, its residual, what it read, the stream before and behind it)"""
+    """The forward in eval mode, by sublayer: (sublayer, its residual, what it read, the stream before and behind)"""
     rope, sharded = (model.cos[: x.size(1)], model.sin[: x.size(1)]), isinstance(model, FSDPModule)
     if sharded:
         model.unshard()
@@ -176,11 +177,9 @@ def depth(model, windows, tokens, batch_size, device):
         of_tokens.append(scalars.flatten(1))
     report = {key: (total / n).tolist() for key, total in sums.items()}
     norm, entropy, loss = torch.cat(of_tokens, dim=1)
-    for name, other in (
-        ("norm and entropy", entropy),
-        ("norm and loss", loss),
-    ):  # None: post-norm's is the same for all
-        report[name] = None if norm.std() < 1e-4 else float(torch.corrcoef(torch.stack([norm, other]))[0, 1])
+    flat = norm.std() < 1e-4  # post-norm's is the same for all tokens
+    for name, other in (("norm and entropy", entropy), ("norm and loss", loss)):
+        report[name] = None if flat else float(torch.corrcoef(torch.stack([norm, other]))[0, 1])
     return report
 
 
@@ -190,10 +189,8 @@ def fit(predicted, measured):
     def correlation(x, y):
         return float(torch.corrcoef(torch.stack([x, y]))[0, 1])
 
-    error, ranks = (
-        (predicted - measured).square().mean(),
-        [x.argsort().argsort().double() for x in (predicted, measured)],
-    )
+    error = (predicted - measured).square().mean()
+    ranks = [x.argsort().argsort().double() for x in (predicted, measured)]
     return {
         "RMSE": float(error.sqrt()), "R2": float(1 - error / measured.var(correction=0)),
         "Pearson": correlation(predicted, measured), "Spearman": correlation(*ranks),
@@ -208,12 +205,13 @@ def added_variance(block, T):
     aware = bhyt.attention_gain(attn.wv.weight * norm.gain, attn.wo.weight, *shape)
     bounded, causal = hasattr(norm, "lam"), T / torch.arange(1, T + 1, device=c.device)
     spread = (norm.lam / norm.kappa) ** 2 if bounded else norm.gain.square().mean()
-    paper, aware = (x.expand(T) for x in (c * spread, aware * spread if bounded else aware))
+    paper, aware = (block.scale**2 * x.expand(T) for x in (c * spread, aware * spread if bounded else aware))
     return {"paper": paper, "gain aware": aware, "causal": paper * causal, "both": aware * causal}
 
 
 def mlp_variance(mlp, gain, spread):
-    """Mean square of an MLP's output features, were its inputs independent normals of variance spread * gain^2"""
+    """Mean square of an MLP's output features, were its inputs independent normals of variance spread * gain^2, and its
+    hidden units uncorrelated (which they are not, relu's least of all: some percent)"""
     nodes, weights = (torch.tensor(v, dtype=torch.float32) for v in np.polynomial.hermite_e.hermegauss(32))
 
     def std(linear):
@@ -226,19 +224,18 @@ def mlp_variance(mlp, gain, spread):
 
 
 def recursion(model, start):
-    """The recursion of the paper's Theorem 3.5 at rho = 0: variance behind the embedding and every block, if what is
-    added were uncorrelated with the stream, for the least and the most variance that a norm's output can have"""
-    grown = {"least": [start], "most": [start]}
+    """The recursion of the paper's Theorem 3.5 at rho = 0: the variance before every MLP, if what is added were
+    uncorrelated with the stream, between the bounds of a norm's output (for inputs below kappa standard deviations)"""
+    grown = {"least": [], "most": []}
     for bound, values in grown.items():
+        v = start
         for block in model.blocks:
             norms = (block.attn_residual.norm, block.mlp_residual.norm)
             spreads = [(float(n.lam) / n.kappa if bound == "most" else math.tanh(n.lam) / n.kappa) ** 2 for n in norms]
-            attn = block.attn
-            c = bhyt.attention_gain(
-                attn.wv.weight, attn.wo.weight, attn.n_head, attn.n_kv_head, model.config.block_size
-            )
-            added = float(c) * spreads[0] + mlp_variance(block.mlp, norms[1].gain, spreads[1])
-            values.append(values[-1] + added)
+            paper = added_variance(block, model.config.block_size)["paper"][0] * spreads[0]
+            v += float(paper / (norms[0].lam / norms[0].kappa) ** 2)
+            values.append(v)
+            v += block.scale**2 * mlp_variance(block.mlp, norms[1].gain, spreads[1])
     return grown
 
 
@@ -254,7 +251,8 @@ def variance(model, windows, tokens, batch_size, device):
             if isinstance(sublayer, Attention):
                 squares.append(torch.stack([v[..., 0], stream.x.square().mean(-1)]))
             if isinstance(residual.norm, bhyt.BoundedTanh):
-                z, kappa = before.x * torch.rsqrt(v), residual.norm.kappa
+                known = v if before.lane is None else before.lane  # predicted, before the MLP of bhyt
+                z, kappa = before.x * torch.rsqrt(known), residual.norm.kappa
                 out = torch.tanh(residual.norm.lam / kappa * z)
                 of_norms[:, i] += torch.stack([(z.abs() > kappa).float().mean(), out.square().mean()]).cpu() * len(x)
         parts.append(torch.stack(squares))  # (n_layer, 2, B, T)
@@ -271,7 +269,8 @@ def variance(model, windows, tokens, batch_size, device):
         report["saturated"], report["output"] = (of_norms / n).tolist()
         report["output, at most"] = [(float(norm.lam) / norm.kappa) ** 2 for norm in norms]
         report["output, at least"] = [(math.tanh(norm.lam) / norm.kappa) ** 2 for norm in norms]
-        report["recursion"] = recursion(model, float(before[0].mean()))
+        if not model.config.moe_experts:
+            report["recursion"] = recursion(model, float(before[0].mean()))
     return report
 
 
@@ -283,9 +282,8 @@ def skipping(model, windows, tokens, batch_size, device, ids):
 
     def runs(x):
         chosen = []
-        for sublayer, residual, h, before, _ in walk(model, x):
-            block = next(block for block in model.blocks if sublayer in (block.attn, block.mlp))
-            router = block.attn_router if sublayer is block.attn else block.mlp_router
+        for i, (_, residual, h, before, _) in enumerate(walk(model, x)):
+            router = (model.blocks[i // 2].attn_router, model.blocks[i // 2].mlp_router)[i % 2]
             if router is not None:
                 chosen.append(router.choose(router.score(h, before, residual))[1])
         return torch.stack(chosen)  # (routers, B, T)
@@ -374,6 +372,8 @@ def main():
     encoding = meta_tokenizer(data_dir or state["settings"]["data_dir"], windows.meta)
     shared = model.config.mod_budget == "global"
     if mod_rate is not None:
+        if not 0 <= mod_rate < 1:
+            raise SystemExit(f"mod_rate={mod_rate}: give a share, 0 <= mod_rate < 1")
         if "mod" not in known:
             raise SystemExit(f"mod_rate={mod_rate}: in {out_dir} no token may skip anything")
         batches = [x.to(device) for x, _ in eval_batches(windows, count_windows(windows, 32768), batch_size, device)]

@@ -25,7 +25,7 @@ from norms import wide
 
 BALANCE = 10  # steps between updates of tau and k
 BINS = 1024  # of the histogram
-MEMORY = 0.9  # what a step's histogram keeps of the last one
+MEMORY = 0.35  # what a histogram keeps of itself at each of them
 
 
 def take(x, rows):
@@ -34,7 +34,7 @@ def take(x, rows):
 
 
 class Router(nn.Module):
-    def __init__(self, config, residual):
+    def __init__(self, config, residual, layer):
         super().__init__()
         self.rate, self.kind = config.mod_rate, config.mod_router
         self.geometric, self.learned = self.kind == "nag", self.kind == "learned"
@@ -43,10 +43,16 @@ class Router(nn.Module):
         self.v = nn.Parameter(torch.empty(config.n_embd)) if self.geometric and config.mod_fallback else None
         if self.learned:
             self.w, self.b = nn.Parameter(torch.empty(config.n_embd)), nn.Parameter(torch.empty(1))
+        if self.geometric and not config.nag_directions:
+            raise ValueError("mod_router='nag' needs nag_directions above 0: without a modulator all tokens turn alike")
+        if config.mod_fallback is False and not self.geometric:
+            raise ValueError(f"mod_router={self.kind!r} does not use mod_fallback: leave it at True")
         if self.kind == "random":
-            self.register_buffer("table", torch.rand(config.block_size))
+            g = torch.Generator("cpu").manual_seed(layer)
+            self.register_buffer("table", torch.rand(config.block_size, generator=g, device="cpu"), persistent=False)
         self.register_buffer("histogram", torch.zeros(BINS))
-        self.register_buffer("tau", torch.full((1,), float(self.rate)))
+        self.register_buffer("fresh", torch.zeros(BINS, dtype=torch.int64))  # this rank's scores since the last balance
+        self.register_buffer("tau", torch.zeros(1))
         self.register_buffer("share", torch.full((1,), 1.0 - self.rate))  # of the tokens, that run in training
         self.collect = False  # fill the histogram in evaluation too
         self.look_ahead = False  # choose in evaluation as in training, to be compared with
@@ -93,9 +99,7 @@ class Router(nn.Module):
         if self.training or self.collect:
             with torch.no_grad():
                 bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
-                self.histogram.mul_(1.0 if self.collect else MEMORY).index_add_(
-                    0, bins, torch.ones_like(bins, dtype=self.histogram.dtype)
-                )
+                self.fresh.index_add_(0, bins, torch.ones_like(bins))
         rows, runs = self.choose(q)
         f, runs = sublayer(h, rows), runs[..., None]
         full = f if rows is None else torch.zeros_like(h, dtype=f.dtype).scatter(1, rows[..., None].expand_as(f), f)
@@ -110,18 +114,15 @@ def routers(model):
     return [module for module in model.modules() if isinstance(module, Router)]
 
 
-def agree(routers, world):
-    """Give every rank the mean of all histograms."""
-    for router in routers:
-        dist.all_reduce(router.histogram)
-        router.histogram.div_(world)
-
-
 @torch.no_grad()
-def balance(routers, shared, rate, world=1):
-    """Eq. 4: tau, and the share that runs in training, of every router, from their histograms"""
+def balance(routers, shared, rate, world=1, memory=MEMORY):
+    """Eq. 4: tau, and the share that runs in training, of every router, from what all ranks have scored"""
+    fresh = torch.stack([router.fresh for router in routers])
     if world > 1:
-        agree(routers, world)
+        dist.all_reduce(fresh)
+    for router, counts in zip(routers, fresh):
+        router.histogram.mul_(memory).add_(counts)
+        router.fresh.zero_()
     histograms = torch.stack([router.histogram for router in routers]).double()
     below = (histograms / histograms.sum(1, keepdim=True)).cumsum(1)  # (routers, BINS): share up to each edge
     below = torch.cat([torch.zeros_like(below[:, :1]), below], dim=1)
@@ -131,22 +132,23 @@ def balance(routers, shared, rate, world=1):
     part = (rate - low) / (high - low).clamp(min=1e-12)
     share = 1 - torch.lerp(below.gather(1, edge), below.gather(1, edge + 1), part)
     for router, tau, kept in zip(routers, ((edge + part) / BINS)[:, 0].tolist(), share[:, 0].tolist()):
-        router.tau.fill_(tau)
+        router.tau.fill_(tau if rate > 0 else 0.0)
         router.share.fill_(kept)
         router.settle()
 
 
 @torch.no_grad()
 def calibrate(model, batches, shared, rate):
-    """Turn a trained model to another rate: tau alone changes. What a layer skips moves the scores of the next ones, so
-    this is done again until it settles."""
+    """Turn a trained model to another rate by its thresholds alone. What a layer skips moves the scores of the next
+    ones, so this is done again until it settles."""
+    training = model.training
     model.eval()
     for _ in range(4):
         for router in routers(model):
-            router.histogram.zero_()
             router.collect = True
         for x in batches:
             model(x)
         for router in routers(model):
             router.collect = False
-        balance(routers(model), shared, rate)
+        balance(routers(model), shared, rate, memory=0.0)
+    model.train(training)

@@ -170,8 +170,8 @@ class Block(nn.Module):
             {"none": "", "attention": "attention", "mlp": "mlp", "both": "attention mlp"}, config.mod_on, "mod_on"
         )
         on = on if pick(of_block, config.mod_blocks, "mod_blocks") and config.mod_rate else ""
-        self.attn_router = mod.Router(config, self.attn_residual) if "attention" in on else None
-        self.mlp_router = mod.Router(config, self.mlp_residual) if "mlp" in on else None
+        self.attn_router = mod.Router(config, self.attn_residual, 2 * b + 1) if "attention" in on else None
+        self.mlp_router = mod.Router(config, self.mlp_residual, 2 * b + 2) if "mlp" in on else None
         self.scale = pick({"one": 1.0, "depth": config.n_layer**-0.5}, config.branch_scale, "branch_scale")
         self.drop = nn.Dropout(config.dropout)
 
@@ -325,8 +325,9 @@ class GPT(nn.Module):
 
     def flops_per_token(self):
         """Matmul FLOPs of a training step: 2 for each weight of a matrix, the head too, tied or not; 2 C for the score
-        of a query with a key and 2 C to sum the values, (T + 1) / 2 keys on average. The backward: twice that. Not
-        counted: the experts that a token does not pass, and what the tokens that skip would have cost."""
+        of a query with a key and 2 C to sum the values, (T + 1) / 2 keys on average, but all T where queries are
+        gathered, since a mask then hides the others. The backward: twice that. Not counted: the experts that a token
+        does not pass, and what the tokens that skip would have cost."""
         C, T = self.config.n_embd, self.config.block_size
         modules = (m for m in self.modules() if m is not self.embed)
         weights = sum(p.numel() for m in modules for p in m.parameters(recurse=False) if p.ndim == 2)
@@ -334,9 +335,12 @@ class GPT(nn.Module):
         for block in self.blocks:
             idle = sum((1 - block.mlp.k / block.mlp.E) * w.weight.numel() for w in getattr(block.mlp, "stacks", ()))
             mlp = sum(m.weight.numel() for m in block.mlp.modules() if isinstance(m, nn.Linear)) - idle
-            skipped = [0 if r is None else 1 - r.k / r.T for r in (block.attn_router, block.mlp_router)]
-            attn = block.attn.wq.weight.numel() + block.attn.wo.weight.numel()  # keys and values are made for all
-            total -= 2 * idle + skipped[0] * (2 * attn + 2 * C * (T + 1)) + skipped[1] * 2 * mlp
+            total -= 2 * idle
+            if block.mlp_router is not None:
+                total -= (1 - block.mlp_router.k / T) * 2 * mlp
+            if block.attn_router is not None:  # keys and values are made for all
+                ran, attn = block.attn_router.k / T, block.attn.wq.weight.numel() + block.attn.wo.weight.numel()
+                total -= (1 - ran) * 2 * attn + 2 * C * (T + 1) - ran * 4 * C * T
         return 3 * total
 
 
@@ -371,6 +375,11 @@ def check(config):
     pick(dict.fromkeys(("bias", "loss")), config.moe_balance, "moe_balance")
     if not 0 <= config.mod_rate < 1 or (config.mod_rate > 0 and config.mod_on == "none"):
         raise ValueError(f"mod_rate={config.mod_rate} with mod_on={config.mod_on!r}: give both, 0 <= rate < 1")
+    if config.mod_rate and config.n_layer < {"all": 1, "alternate": 2, "inner": 3}.get(config.mod_blocks, 1):
+        raise ValueError(f"mod_blocks={config.mod_blocks!r}: of n_layer={config.n_layer} blocks none takes part")
+    for field in fields(config) if not config.moe_experts else ():
+        if field.name.startswith("moe_") and getattr(config, field.name) != field.default:
+            raise ValueError(f"{field.name} needs moe_experts above 0")
     if config.moe_experts and not 1 <= config.moe_top_k <= config.moe_experts:
         raise ValueError(f"moe_top_k={config.moe_top_k} of moe_experts={config.moe_experts}: give 1 or more of them")
     if config.init_scale <= 0:
@@ -387,4 +396,4 @@ INITS = {  # name: (weight, scale, gain of the activation) -> None
 
 
 def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1), ignore_index=-1)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)

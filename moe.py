@@ -6,7 +6,7 @@ Mixture of experts in place of the MLP: many MLPs of which a token passes k, cho
 
 Balance, so that no expert starves, by one of two means (moe_balance):
     bias   after every step bias_e += rate * sign(mean load - load_e); it moves choices, never outputs (2408.15664) (3)
-    loss   rate * E sum_e (share of tokens that chose e) (mean s_e) is added to the loss (2101.03961)               (4)
+    loss   rate * E sum_e (share of all choices that fell on e) (mean s_e) joins the loss (2101.03961)     (4)
 
 Experts lie one above the other in ordinary linears, so that initialisation, optimizer groups and FSDP treat them as
 such. Tokens are sorted by expert and multiplied group by group, in one kernel where torch has it for the dtype, which

@@ -46,11 +46,12 @@ def read_eval(run, part):
     return report[part]
 
 
-def grouped(runs):
-    """{label: (residual, runs)}: a label says which settings tell these runs apart, the seed aside"""
+def grouped(runs, but=()):
+    """{label: (residual, runs)}: a label says which settings tell these runs apart, the seed aside, and those in but"""
     settings = {run: read_log(run)[0] for run in runs}
     keys = [k for k in settings[runs[0]] if len({str(s.get(k)) for s in settings.values()}) > 1]
-    keys = sorted((k for k in keys if k not in ("seed", "out_dir", "init_from")), key=lambda k: k != "residual")
+    keys = [k for k in keys if k not in ("seed", "out_dir", "init_from", "max_iters", *but)]
+    keys.sort(key=lambda k: k != "residual")
     groups = {}
     for run, s in settings.items():
         label = ", ".join(str(s[k]) if k == "residual" else f"{k}={s.get(k)}" for k in keys) or s["residual"]
@@ -138,16 +139,16 @@ def alpha(axes, runs):
     axes.set(xlabel="sublayer", ylabel="mean |a|, and alpha (dashed)")
 
 
-def against(axes, runs, setting, name, value, **style):
-    """One line for each `name`: the mean of value(run) over seeds against a setting, with a band over the seeds"""
-    lines = {}
-    for run in runs:
-        settings = read_log(run)[0]
-        lines.setdefault(name(settings), {}).setdefault(settings[setting], []).append(value(run))
-    for label, points in lines.items():
+def against(axes, runs, setting, but, value, **style):
+    """One line a group of runs that differ in one setting: the mean of value(run) over seeds, with a band"""
+    for label, (residual, members) in grouped(runs, (setting, *but)).items():
+        points = {}
+        for run in members:
+            points.setdefault(read_log(run)[0][setting], []).append(value(run))
         x = sorted(points)
         mean = [sum(points[at]) / len(points[at]) for at in x]
-        (line,) = axes.plot(x, mean, marker="o", ms=4, lw=1.5, label=label, color=COLOURS.get(label), **style)
+        look = {"marker": "o", "ms": 4, "lw": 1.5, "label": label} | style
+        (line,) = axes.plot(x, mean, color=COLOURS[residual] if label == residual else None, **look)
         low, high = [min(points[at]) for at in x], [max(points[at]) for at in x]
         axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
 
@@ -157,7 +158,7 @@ def final_loss(run):
 
 
 def rate(axes, runs):
-    against(axes, runs, "mod_rate", lambda s: "dense" if not s["mod_rate"] else s["mod_router"], final_loss)
+    against(axes, runs, "mod_rate", ["mod_on"], final_loss)
     axes.set(xlabel="share of tokens that skip", ylabel="validation loss (nats a token)")
 
 
@@ -168,8 +169,8 @@ def stability(axes, runs):
 
     right = axes.twinx()
     right.spines["right"].set_visible(True)
-    against(axes, runs, "learning_rate", lambda s: s["residual"], final_loss)
-    against(right, runs, "learning_rate", lambda s: s["residual"], growth, ls=":")
+    against(axes, runs, "learning_rate", [], final_loss)
+    against(right, runs, "learning_rate", [], growth, ls=":", label=None)
     axes.set(xlabel="learning rate", ylabel="validation loss (nats a token)", xscale="log")
     right.set(ylabel="variance, last block over first (dotted)", yscale="log")
 
@@ -188,7 +189,7 @@ def predicted(axes, runs):
         axes.plot(blocks, report["measured"], color=COLOURS[label], lw=1.5, label=f"{label}: measured")
         axes.plot(blocks, report["paper"]["predicted"], color=COLOURS[label], lw=1.5, ls="--", label="predicted")
         if "recursion" in report:
-            least, most = (report["recursion"][bound][1:] for bound in ("least", "most"))
+            least, most = (report["recursion"][bound] for bound in ("least", "most"))
             axes.fill_between(blocks, least, most, color="0.8", label="the theory's recursion, uncorrelated")
     axes.set(xlabel="block", ylabel="variance before the MLP", yscale="log")
 

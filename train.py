@@ -40,7 +40,7 @@ out_dir = "out"  # checkpoints and log.jsonl
 init_from = "scratch"  # scratch; resume from out_dir; auto: resume if there is something to; or a checkpoint's path
 # how long, and on how much
 max_iters = 700  # optimizer steps
-flops_budget: float | None = None  # training FLOPs to spend, in place of max_iters
+flops_budget: float | None = None  # training FLOPs, in place of max_iters: the first step that reaches them is the last
 batch_size = 8  # sequences a micro-step on each rank
 gradient_accumulation_steps = 1  # micro-steps that make a step, over all ranks together
 total_batch_tokens: int | None = None  # tokens a step; derives gradient_accumulation_steps where given
@@ -184,9 +184,10 @@ if init_from != "scratch":
     if saved["meta"]["tokenizer_sha256"] != meta["tokenizer_sha256"]:
         fail(f"{path} was trained on another tokenizer than that of {data_dir}")
     model.load_state_dict(saved["model"])
+    flops_per_step = tokens_per_step * model.flops_per_token()
     if init_from == "resume":
         step, bad_steps, best_val_loss = saved["step"], saved["bad_steps"], saved["best_val_loss"]
-        flops, flops_per_step = saved["flops"], tokens_per_step * model.flops_per_token()
+        flops = saved["flops"]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Over the ranks, and compiled
@@ -261,6 +262,9 @@ def ramp_alpha(step):
 
 ramp_alpha(step)
 routers, experts = mod.routers(model), moe.layers(model)
+if not main:  # what was saved is what all ranks had counted
+    for router in routers:
+        router.fresh.zero_()
 optimizers = model.optimizers(optimizer, learning_rate, gate_lr, weight_decay, (beta1, beta2))
 if init_from == "resume":
     for opt, state in zip(optimizers, saved["optimizers"], strict=True):
@@ -274,14 +278,17 @@ del saved
 
 
 def save(name):
-    if routers and world > 1:
-        mod.agree(routers, world)
     state = {
         "model": whole(model.state_dict()), "optimizers": [whole(opt.state_dict()["state"]) for opt in optimizers],
         "config": asdict(config), "settings": settings, "meta": meta,
         "step": step, "tokens_per_step": tokens_per_step, "bad_steps": bad_steps, "best_val_loss": best_val_loss,
         "flops": flops,
     }  # fmt: skip
+    for at, router in ((at, m) for at, m in model.named_modules() if isinstance(m, mod.Router)):  # of all ranks
+        fresh = router.fresh.clone()
+        if world > 1:
+            dist.all_reduce(fresh)
+        state["model"][at + ".fresh"] = fresh.cpu()
     if main:
         try:
             with atomic(os.path.join(out_dir, name)) as file:

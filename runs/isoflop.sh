@@ -4,7 +4,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 for rate in 0 0.1 0.2 0.25 0.3 0.4; do
-    out=results/isoflop/$(echo "nag $* $rate" | tr -d '=-' | tr ' ' '_')
+    out=results/isoflop/$(echo "$rate $*" | sed 's/ --/_/g; s/ *$//')
     python train.py --flops_budget=1.19e13 --mod_on=both --mod_rate=$rate --log_interval=10 --init_from=auto \
         --out_dir="$out" "$@"
 done
