@@ -32,9 +32,9 @@ PIECES = {  # in the order of the ladder, then NAG with one piece changed
 
 
 def depth():
-    for blocks in (32, 8, 16):
+    for blocks, rates in ((8, [2e-3, 4e-3]), (16, [2e-3, 4e-3]), (32, [1e-3, 2e-3, 4e-3])):
         modes = {f"{mode}_{blocks}": [f"config/depth_{blocks}.py", f"--residual={mode}"] for mode in ("prenorm", "nag")}
-        table(sweep("nag_depth", modes, [1e-3, 2e-3, 4e-3], [1, 2, 3], COMMON, LOOK))
+        table(sweep("nag_depth", modes, rates, [1, 2, 3], COMMON, LOOK))
 
 
 def ladder():
