@@ -60,12 +60,15 @@ def grouped(runs, but=()):
 
 
 def draw(axes, runs, curve, band=True, **style):
-    """One line a group of runs; curve: run -> (x, y)"""
+    """One line a group of runs; curve: run -> (x, y). Groups of one mode have its colour and differ in their dashes."""
+    seen = []
     for label, (residual, members) in grouped(runs).items():
         curves = [dict(zip(*curve(run))) for run in members]
         x = [x for x in curves[0] if all(x in other for other in curves)]  # where every seed has a point
         columns = [[y[at] for y in curves] for at in x]
-        look = {"color": COLOURS.get(residual), "label": label, "lw": 1.5} | style
+        dashes = ("-", "--", ":", "-.")[seen.count(residual) % 4]
+        look = {"color": COLOURS.get(residual), "label": label, "lw": 1.5, "ls": dashes} | style
+        seen.append(residual)
         (line,) = axes.plot(x, [sum(c) / len(c) for c in columns], **look)
         if band and len(members) > 1:
             low, high = [*map(min, columns)], [*map(max, columns)]
