@@ -9,12 +9,16 @@ train: .venv/ready
 	$(RUN) plot.py loss out/default/loss.png out/default
 	$(RUN) eval.py --out_dir=out/default --what=sample
 
-test: .venv/ready
+test: .venv/ready-to-test
 	$(RUN) -m pytest -q test_all.py
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet -r requirements.txt
+	touch $@
+
+.venv/ready-to-test: .venv/ready
+	.venv/bin/pip install --quiet lm-eval==0.4.13
 	touch $@
 
 .PHONY: train test

@@ -1,7 +1,9 @@
 """
-Ask a checkpoint: its loss, what its stream does through depth, and a sample of text.
+Ask a checkpoint: its loss, what its stream does through depth, the tasks of lm-evaluation-harness, a sample of text.
 
     python eval.py --out_dir=out --what=loss,depth,sample --prompt='def main():'
+    python eval.py --out_dir=out --what=loss --text=book.txt
+    python eval.py --out_dir=out --what=tasks --tasks=piqa,boolq --limit=100
 """
 
 import codecs
@@ -9,27 +11,30 @@ import json
 import math
 import os
 import sys
-from collections import defaultdict
+import time
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule
 
 import bhyt
+import depth
+import lora
 import mod
 from configurator import configure
-from generate import stream_tokens
-from model import GPT, Attention, GPTConfig
-from norms import wide
-from prepare_c4 import Windows, meta_tokenizer, to_batch, write_json
+from generate import KVCache, stream_tokens
+from model import GPT, GPTConfig
+from prepare_c4 import Windows, meta_tokenizer, read_documents, to_batch, write_json
 
 out_dir = "out"  # where the run is; eval.json goes there too
 checkpoint = "ckpt.pt"  # which of its checkpoints: ckpt.pt, ckpt_best.pt or one that was kept
 data_dir: str | None = None  # shards with a val split; None: those it was trained on
-what: str | None = None  # parts, separated by commas: loss, depth, variance, mod, sample; None: all that apply
-eval_tokens: int | None = None  # validation tokens for the loss; None: all
-depth_tokens = 16384  # validation tokens for depth and variance
+what: str | None = None  # parts, separated by commas: loss, depth, variance, mod, sample, tasks; None: all but tasks
+eval_tokens: int | None = None  # tokens for the loss; None: all
+text: str | None = None  # for the loss, in place of val: a text, .jsonl or .parquet file, or a name on the hub
+text_column = "text"  # of such records
+text_split = "test"  # of a name on the hub
+depth_tokens = 16384  # validation tokens for depth, variance and mod
 mod_rate: float | None = None  # let this share of the tokens skip, in place of what it was trained with
 batch_size = 16  # windows at once
 prompt = "def "  # what the sample begins with, and the text that mod maps
@@ -38,6 +43,10 @@ temperature = 0.8  # of the sample; 0: greedy
 top_k: int | None = None  # sample from the likeliest so many; None: all
 top_p: float | None = None  # sample from the likeliest that hold so much; None: all
 seed = 1337  # of the sample
+tasks = "arc_easy,arc_challenge,piqa,hellaswag,openbookqa,winogrande,mmlu,boolq"  # the harness's names
+task_dir: str | None = None  # take tasks from the files here and no others; None: the harness's own, from the hub
+num_fewshot: int | None = None  # examples before each question; None: as the task has it
+limit: int | None = None  # questions of each task; None: all
 device = "cpu"  # cpu, cuda, cuda:1, ...
 
 
@@ -46,20 +55,27 @@ def load(path, device="cpu"):
     if not os.path.exists(path):
         raise SystemExit(f"{path}: no such checkpoint")
     state = torch.load(path, map_location="cpu", weights_only=True)
-    model = GPT(GPTConfig(**state["config"])).to(device)
-    model.load_state_dict(state["model"])
+    model = GPT(GPTConfig(**state["config"]))
+    lora.load_state(model, state)
+    for adapted in lora.adapters(model):
+        adapted.merge()
+    model.requires_grad_()
     model.refresh()
-    return state, model.eval()
+    return state, model.to(device).eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss
 
 
 def eval_batches(windows, count, batch_size, device, rank=0, world=1):
-    """Inputs and targets of this rank's share of the first count windows, padded to batch_size with targets of -1, so
-    that every rank has as many batches and no shape ever changes"""
+    """This rank's share of the first count windows, as tensors (inputs, targets, ...), padded to batch_size with
+    targets of -1, so that every rank has as many batches and no shape ever changes"""
     for first in range(0, count, batch_size * world):
         mine = range(first + rank, first + batch_size * world, world)
-        x, y = (t.to(device) for t in to_batch([windows[i % count] for i in mine], device))
+        x, y, *more = (t.to(device) for t in to_batch([windows[i % count] for i in mine], device))
         y[[i >= count for i in mine]] = -1
-        yield x, y
+        yield x, y, *more
 
 
 def count_windows(windows, tokens):
@@ -73,8 +89,8 @@ def evaluate(model, windows, tokens, batch_size, device, rank=0, world=1):
     and the same number whatever the batch size and the number of ranks."""
     total, training = torch.zeros(2, dtype=torch.float64, device=device), model.training
     model.eval()
-    for x, y in eval_batches(windows, count_windows(windows, tokens), batch_size, device, rank, world):
-        logits = model(x)[0].float()
+    for x, y, *more in eval_batches(windows, count_windows(windows, tokens), batch_size, device, rank, world):
+        logits = model(x, None, *more)[0].float()
         total[0] += F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1), ignore_index=-1, reduction="sum")
         total[1] += (y >= 0).sum()
     model.train(training)
@@ -83,233 +99,191 @@ def evaluate(model, windows, tokens, batch_size, device, rank=0, world=1):
     return float(total[0] / total[1])
 
 
-@torch.no_grad()
-def walk(model, x):
-    """The forward in eval mode, by sublayer: (sublayer, its residual, what it read, the stream before and behind)"""
-    rope, sharded = (model.cos[: x.size(1)], model.sin[: x.size(1)]), isinstance(model, FSDPModule)
-    if sharded:
-        model.unshard()
-    stream = model.ends.embed(model.embed(x))._replace(at=torch.arange(x.size(1), device=x.device)[:, None])
-    for block in model.blocks:
-        if sharded:
-            block.unshard()
-        for sublayer, residual in ((block.attn, block.attn_residual), (block.mlp, block.mlp_residual)):
-            h, before = residual.read(stream)
-            stream = block.attend(stream, rope) if sublayer is block.attn else block.feed(stream)
-            yield sublayer, residual, h, before, stream
-        if sharded:
-            block.reshard()
+class TextWindows:
+    """Texts as rows (2, T) of inputs and targets, end-of-text around each, the last row filled up with targets of -1"""
+
+    def __init__(self, texts, encoding, T, tokens=None):
+        ids = [encoding.eot_token]
+        for one in texts:
+            ids += [*encoding.encode_ordinary(one), encoding.eot_token]
+            if tokens is not None and len(ids) > tokens:
+                break
+        self.ids, self.T = ids[: None if tokens is None else tokens + 1], T
+        if len(self.ids) < 2:
+            raise SystemExit(f"text={text!r}: there is none in it")
+
+    def __len__(self):
+        return -(-(len(self.ids) - 1) // self.T)
+
+    def __getitem__(self, i):
+        row = self.ids[i * self.T : (i + 1) * self.T + 1]
+        x, y = row[:-1], row[1:]
+        return np.array([x + [0] * (self.T - len(x)), y + [-1] * (self.T - len(y))])
 
 
-DEAD = 0.01  # a NAG sublayer that turns by less than this, some half a degree, does nothing
+def read_texts(source, column, split):
+    """The texts of a file, whole or in records, or of a column of a data set on the hub"""
+    if os.path.exists(source):
+        records = source.endswith((".json.gz", ".jsonl", ".jsonl.gz", ".parquet"))
+        return read_documents(source, column) if records else [open(source, encoding="utf-8").read()]
+    from datasets import load_dataset
+
+    return (record[column] for record in load_dataset(source, split=split, streaming=True))
 
 
-@torch.no_grad()
-def gate_health(model, x):
-    """NAG on one batch: mean |a| of every sublayer, the share of all turns that are below DEAD, the sublayers whose
-    mean is"""
-    training = model.training
-    model.eval()
-    a = torch.stack([residual.turn(before.x).abs() for _, residual, _, before, _ in walk(model, x)])
-    model.train(training)
-    mean = a.flatten(1).mean(1)  # of (2 n_layer, B, T, 1)
-    return {"a": mean.tolist(), "floor": float((a < DEAD).float().mean()), "dead": int((mean < DEAD).sum())}
+def loss(model, windows, encoding, tokens, batch_size, device):
+    """Nats a token, its exponential, and bits a byte of the text that the tokens stand for"""
+    count, size = count_windows(windows, tokens), np.zeros(encoding.n_vocab + 1)
+    for token, i in encoding._mergeable_ranks.items():  # end-of-text is not among them; nor is -1
+        size[i] = len(token)
+    n, length = 0, 0
+    for i in range(count):
+        targets = to_batch([windows[i]], "cpu")[1].numpy()
+        n, length = n + int((targets >= 0).sum()), length + int(size[targets].sum())
+    nats = evaluate(model, windows, tokens, batch_size, device)
+    bits = nats * n / math.log(2) / max(1, length)
+    return {"loss": nats, "perplexity": math.exp(nats), "bits per byte": bits, "tokens": n, "bytes": length}
 
 
-def degrees(x, y):
-    """Angle between vectors, averaged; exact for small ones, as the arc cosine is not"""
-    x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
-    return torch.rad2deg(2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))).mean()
+# ---------------------------------------------------------------------------------------------------------------------
+# Tasks
 
 
-def sink(attention, h, rope):
-    """Attention that goes to the first token, averaged over heads and all queries that could look elsewhere"""
-    q, (k, _) = attention.query(h, rope), attention.key_value(h, rope)
-    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
-    scores = wide(q @ k.mT) / q.size(-1) ** 0.5  # (B, H, T, T)
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=h.device).triu(1)
-    return scores.masked_fill(future, -torch.inf).softmax(-1)[:, :, 1:, 0].mean()
-
-
-def look(model, x, y):
-    """One batch: {quantity: its mean behind the embedding and every block, or for every sublayer or attention}, and of
-    every token the log of the last stream's rms, the entropy of the prediction and the loss"""
-    seen, first = defaultdict(list), None
-
-    def shape_of(s):
-        centred, square = s - s.mean(-1, keepdim=True), s.square().mean(-1)
-        variance, largest = centred.square().mean(-1), s.abs().amax(-1)
-        seen["variance"].append(s.var(-1).mean())
-        seen["norm"].append(s.norm(dim=-1).mean())
-        seen["max"].append(largest.mean())
-        seen["max/rms"].append((largest / square.sqrt()).mean())
-        seen["kurtosis"].append((centred.pow(4).mean(-1) / variance.square()).mean())
-
-    for sublayer, residual, h, before, stream in walk(model, x):
-        old, new = model.ends.additive(before), model.ends.additive(stream)
-        if first is None:
-            first = old
-            shape_of(first)
-        seen["rotation"].append(degrees(old, new))
-        seen["from embedding"].append(degrees(first, new))
-        if hasattr(residual, "turn"):
-            seen["alpha"].append(residual.alpha[0])
-            seen["a"].append(residual.turn(before.x).abs().mean())
-        if isinstance(sublayer, Attention):
-            seen["sink"].append(sink(sublayer, h, (model.cos[: x.size(1)], model.sin[: x.size(1)])))
-        else:
-            shape_of(new)
-    logp = F.linear(*model.ends.readout(stream, model.head.weight)).float().log_softmax(-1)
-    entropy, loss = -(logp.exp() * logp).sum(-1), -logp.gather(-1, y[..., None])[..., 0]
-    return {k: torch.stack(v) for k, v in seen.items()}, torch.stack([new.square().mean(-1).log() / 2, entropy, loss])
+def score_choices(model, pairs, batch_size, n_vocab, device):
+    """For each (context, continuation), both lists of ids: the log-probability of the continuation, and whether greedy
+    decoding would have written it. A context is read once for all its continuations, batches have contexts of one
+    length, the longest first."""
+    T, shared, results = model.config.block_size, {}, [None] * len(pairs)
+    for i, (context, continuation) in enumerate(pairs):
+        if len(continuation) > T:
+            raise ValueError(f"a continuation of {len(continuation)} tokens does not fit into block_size={T}")
+        context = tuple(context[-(T + 1 - len(continuation)) :])  # cut from the left; the last token is not read
+        shared.setdefault(context, []).append(i)
+    by_length = {}
+    for context in sorted(shared, key=len, reverse=True):
+        by_length.setdefault(len(context), []).append(context)
+    for contexts in by_length.values():
+        for first in range(0, len(contexts), batch_size):
+            group = contexts[first : first + batch_size]
+            members = [[*shared[context]] for context in group]
+            rows = [i for row, ids in enumerate(members) for i in ids]
+            owner = torch.tensor([row for row, ids in enumerate(members) for _ in ids], device=device)
+            for i, result in zip(rows, score_group(model, group, owner, [pairs[i][1] for i in rows], n_vocab, device)):
+                results[i] = result
+    return results
 
 
 @torch.no_grad()
-def depth(model, windows, tokens, batch_size, device):
-    """What the stream does through depth; for NAG, the additive stream that its lanes stand for"""
-    sums, n, of_tokens = defaultdict(float), 0, []
-    for x, y in eval_batches(windows, count_windows(windows, tokens), batch_size, device):
-        real = y[:, 0] >= 0
-        seen, scalars = look(model, x[real], y[real])
-        for key, values in seen.items():
-            sums[key] = sums[key] + values * int(real.sum())
-        n += int(real.sum())
-        of_tokens.append(scalars.flatten(1))
-    report = {key: (total / n).tolist() for key, total in sums.items()}
-    norm, entropy, loss = torch.cat(of_tokens, dim=1)
-    flat = norm.std() < 1e-4  # post-norm's is the same for all tokens
-    for name, other in (("norm and entropy", entropy), ("norm and loss", loss)):
-        report[name] = None if flat else float(torch.corrcoef(torch.stack([norm, other]))[0, 1])
-    return report
+def score_group(model, contexts, owner, continuations, n_vocab, device):
+    """The same for continuations whose contexts, contexts[owner], have one length: (log-probability, greedy) of each"""
+    length, longest = len(contexts[0]), max(map(len, continuations))
+    y = torch.tensor([c + [0] * (longest - len(c)) for c in continuations], device=device)  # (N, longest)
+    cache = KVCache(model, len(contexts), length + longest - 1)
+    logits = model(torch.tensor(contexts, device=device), cache=cache)[0][owner, -1:]
+    if longest > 1:
+        cache.kv = cache.kv[:, :, owner]
+        logits = torch.cat((logits, model(y[:, :-1], cache=cache)[0]), dim=1)
+    logp = logits[..., :n_vocab].float().log_softmax(-1)
+    real = torch.arange(longest, device=device) < torch.tensor([[len(c)] for c in continuations], device=device)
+    total = (logp.gather(-1, y[..., None])[..., 0] * real).sum(-1)
+    greedy = ((logp.argmax(-1) == y) | ~real).all(-1)
+    return [*zip(total.tolist(), greedy.tolist())]
 
 
-def fit(predicted, measured):
-    """How well one vector predicts another"""
+def harness(model, encoding, batch_size, device):
+    """The model as lm-evaluation-harness wants to see it"""
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
 
-    def correlation(x, y):
-        return float(torch.corrcoef(torch.stack([x, y]))[0, 1])
+    T, eot = model.config.block_size, encoding.eot_token
 
-    error = (predicted - measured).square().mean()
-    ranks = [x.argsort().argsort().double() for x in (predicted, measured)]
-    return {
-        "RMSE": float(error.sqrt()), "R2": float(1 - error / measured.var(correction=0)),
-        "Pearson": correlation(predicted, measured), "Spearman": correlation(*ranks),
-    }  # fmt: skip
+    class Checkpoint(TemplateLM):
+        eot_token_id = eot  # also what every context begins with, as every document did in training
 
+        def tok_encode(self, string, **kwargs):
+            return encoding.encode_ordinary(string)
 
-def added_variance(block, T):
-    """What the attention of a BHyT or prenorm_approx block is predicted to add at each position: {variant: (T,)}"""
-    norm, attn = block.attn_residual.norm, block.attn
-    shape = attn.n_head, attn.n_kv_head, T
-    c = bhyt.attention_gain(attn.wv.weight, attn.wo.weight, *shape)
-    aware = bhyt.attention_gain(attn.wv.weight * norm.gain, attn.wo.weight, *shape)
-    bounded, causal = hasattr(norm, "lam"), T / torch.arange(1, T + 1, device=c.device)
-    spread = (norm.lam / norm.kappa) ** 2 if bounded else norm.gain.square().mean()
-    paper, aware = (block.scale**2 * x.expand(T) for x in (c * spread, aware * spread if bounded else aware))
-    return {"paper": paper, "gain aware": aware, "causal": paper * causal, "both": aware * causal}
+        def _loglikelihood_tokens(self, requests, **kwargs):
+            pairs = [([eot] * (c[:1] != [eot]) + c, continuation) for _, c, continuation in requests]
+            return score_choices(model, pairs, batch_size, encoding.n_vocab, device)
 
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            totals = []
+            for request in requests:
+                windows = utils.get_rolling_token_windows(self.tok_encode(request.args[0]), eot, T, 1)
+                pairs = [utils.make_disjoint_window(window) for window in windows]
+                scores = score_choices(model, pairs, batch_size, encoding.n_vocab, device)
+                totals.append(sum(total for total, _ in scores))
+            return totals
 
-def mlp_variance(mlp, gain, spread):
-    """Mean square of an MLP's output features, were its inputs independent normals of variance spread * gain^2, and its
-    hidden units uncorrelated (which they are not, relu's least of all: some percent)"""
-    nodes, weights = (torch.tensor(v, dtype=torch.float32) for v in np.polynomial.hermite_e.hermegauss(32))
+        def generate_until(self, requests, disable_tqdm=False):
+            return [generate_until(model, encoding, *request.args, device) for request in requests]
 
-    def std(linear):
-        return (spread * (linear.weight * gain).square().sum(1)).sqrt().cpu()  # of each hidden unit
-
-    through = mlp.up if mlp.gate is None else mlp.gate
-    hidden = (mlp.act(std(through)[:, None] * nodes).square() * weights).sum(1) / weights.sum()
-    hidden = hidden if mlp.gate is None else hidden * std(mlp.up).square()
-    return float((mlp.down.weight.square().sum(0).cpu() * hidden).sum() / mlp.down.out_features)
+    return Checkpoint()
 
 
-def recursion(model, start):
-    """The recursion of the paper's Theorem 3.5 at rho = 0: the variance before every MLP, if what is added were
-    uncorrelated with the stream, between the bounds of a norm's output (for inputs below kappa standard deviations)"""
-    grown = {"least": [], "most": []}
-    for bound, values in grown.items():
-        v = start
-        for block in model.blocks:
-            norms = (block.attn_residual.norm, block.mlp_residual.norm)
-            spreads = [(float(n.lam) / n.kappa if bound == "most" else math.tanh(n.lam) / n.kappa) ** 2 for n in norms]
-            paper = added_variance(block, model.config.block_size)["paper"][0] * spreads[0]
-            v += float(paper / (norms[0].lam / norms[0].kappa) ** 2)
-            values.append(v)
-            v += block.scale**2 * mlp_variance(block.mlp, norms[1].gain, spreads[1])
-    return grown
+def generate_until(model, encoding, context, how, device):
+    """What the model writes behind the context, greedily unless told otherwise, up to the first of how["until"]"""
+    ids, written, until = [encoding.eot_token, *encoding.encode_ordinary(context)], [], how.get("until", [])
+    most = how.get("max_gen_toks", 256)
+    ids = ids[-max(1, model.config.block_size - most) :]
+    heat = how.get("temperature", 0.0) if how.get("do_sample") else 0.0
+    made = stream_tokens(model, torch.tensor([ids], device=device), most, heat, n_vocab=encoding.n_vocab)
+    for token in made:
+        written.append(int(token))
+        text = encoding.decode(written)
+        ends = [text.index(stop) for stop in until if stop and stop in text]
+        if ends or written[-1] == encoding.eot_token:
+            return text[: min(ends)] if ends else encoding.decode(written[:-1])
+    return encoding.decode(written)
 
 
-@torch.no_grad()
-def variance(model, windows, tokens, batch_size, device):
-    """The mean square of a token's stream before the MLP, against its prediction, block by block. For BHyT also, norm
-    by norm, the share of inputs beyond lambda, the variance of the output between its bounds, and the recursion."""
-    parts, of_norms, n = [], torch.zeros(2, 2 * model.config.n_layer), 0
-    for x, y in eval_batches(windows, count_windows(windows, tokens), batch_size, device):
-        x, squares = x[y[:, 0] >= 0], []
-        for i, (sublayer, residual, _, before, stream) in enumerate(walk(model, x)):
-            v = before.x.square().mean(-1, keepdim=True)
-            if isinstance(sublayer, Attention):
-                squares.append(torch.stack([v[..., 0], stream.x.square().mean(-1)]))
-            if isinstance(residual.norm, bhyt.BoundedTanh):
-                known = v if before.lane is None else before.lane  # predicted, before the MLP of bhyt
-                z, kappa = before.x * torch.rsqrt(known), residual.norm.kappa
-                out = torch.tanh(residual.norm.lam / kappa * z)
-                of_norms[:, i] += torch.stack([(z.abs() > kappa).float().mean(), out.square().mean()]).cpu() * len(x)
-        parts.append(torch.stack(squares))  # (n_layer, 2, B, T)
-        n += len(x)
-    before, behind = torch.cat(parts, dim=2).double().unbind(1)
-    report = {"measured": behind.mean((1, 2)).tolist()}
-    added = [added_variance(block, windows.T) for block in model.blocks]
-    for variant in added[0]:
-        predicted = before + torch.stack([a[variant] for a in added])[:, None]
-        fits = [fit(p.flatten(), m.flatten()) for p, m in zip(predicted, behind)]
-        report[variant] = {"predicted": predicted.mean((1, 2)).tolist(), **{k: [f[k] for f in fits] for k in fits[0]}}
-    norms = [norm for block in model.blocks for norm in (block.attn_residual.norm, block.mlp_residual.norm)]
-    if isinstance(norms[0], bhyt.BoundedTanh):
-        report["saturated"], report["output"] = (of_norms / n).tolist()
-        report["output, at most"] = [(float(norm.lam) / norm.kappa) ** 2 for norm in norms]
-        report["output, at least"] = [(math.tanh(norm.lam) / norm.kappa) ** 2 for norm in norms]
-        if not model.config.moe_experts:
-            report["recursion"] = recursion(model, float(before[0].mean()))
-    return report
+def run_tasks(model, encoding, device):
+    """{task: its metrics} of lm-evaluation-harness, and the versions that made them"""
+    try:
+        import datasets
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise SystemExit(f"tasks need lm-evaluation-harness: pip install lm-eval ({error})")
+    manager = TaskManager(include_path=task_dir, include_defaults=task_dir is None)
+    names = tasks.split(",")
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
+        raise SystemExit(f"tasks={tasks!r}: {', '.join(unknown)} is not one of {', '.join(sorted(manager.all_tasks))}")
+    found = lm_eval.simple_evaluate(
+        harness(model, encoding, batch_size, device), tasks=names, num_fewshot=num_fewshot, limit=limit,
+        task_manager=manager, bootstrap_iters=0, log_samples=False, random_seed=seed,
+    )  # fmt: skip
+    report = {name: {k: v for k, v in of.items() if isinstance(v, float)} for name, of in found["results"].items()}
+    return report | {"versions": {"lm_eval": lm_eval.__version__, "datasets": datasets.__version__}}
 
 
-@torch.no_grad()
-def skipping(model, windows, tokens, batch_size, device, ids):
-    """Who skips what: the share that skips each sublayer that has a router, under the causal rule; the loss under that
-    rule and under training's, which looks ahead; and for one text which of its tokens ran where"""
-    routers, skipped, n = mod.routers(model), 0.0, 0
-
-    def runs(x):
-        chosen = []
-        for i, (_, residual, h, before, _) in enumerate(walk(model, x)):
-            router = (model.blocks[i // 2].attn_router, model.blocks[i // 2].mlp_router)[i % 2]
-            if router is not None:
-                chosen.append(router.choose(router.score(h, before, residual))[1])
-        return torch.stack(chosen)  # (routers, B, T)
-
-    for x, y in eval_batches(windows, count_windows(windows, tokens), batch_size, device):
-        x = x[y[:, 0] >= 0]
-        skipped, n = skipped + (~runs(x)).float().mean((1, 2)) * len(x), n + len(x)
-    report = {"skipped": (skipped / n).tolist(), "rate": float(skipped.mean() / n)}
-    report["causal loss"] = evaluate(model, windows, tokens, batch_size, device)
-    for router in routers:
-        router.look_ahead = True
-    report["look-ahead loss"] = evaluate(model, windows, tokens, batch_size, device)
-    for router in routers:
-        router.look_ahead = False
-    where = [f"{kind} {b}" for b, block in enumerate(model.blocks) for kind in ("attn", "mlp")
-             if getattr(block, kind + "_router") is not None]  # fmt: skip
-    map_of = runs(torch.tensor([ids], device=device))[:, 0].int().tolist()
-    return report | {"where": where, "tokens": ids, "map": map_of}
+# ---------------------------------------------------------------------------------------------------------------------
+# What is printed
 
 
-def show_skipping(report):
-    print(
-        f"skipped {report['rate']:.1%}; loss {report['causal loss']:.4f}, {report['look-ahead loss']:.4f} looking ahead"
-    )
-    for where, share, row in zip(report["where"], report["skipped"], report["map"]):
-        print(f"{where:<9} {share:>6.1%} " + "".join(".#"[ran] for ran in row[:96]))
+def show_loss(report):
+    print(f"loss {report['loss']:.4f} nats a token, perplexity {report['perplexity']:.2f}, "
+          f"{report['bits per byte']:.4f} bits a byte, over {report['tokens']:,} tokens")  # fmt: skip
+
+
+TABLES = {  # what has a value behind the embedding and each block, for each block, each sublayer, each attention
+    "stream": ("variance", "norm", "magnitude", "max", "max/rms", "kurtosis"),
+    "block": ("cosine", "dropped", "gradient", "sink"),
+    "sublayer": ("rotation", "from embedding", "alpha", "a"),
+}
+
+
+def show_depth(report):
+    for title, names in TABLES.items():
+        rows = {name: report[name] for name in names if name in report}
+        print(f"{title:<9}" + "".join(f"  {name:>14}" for name in rows))
+        for i, values in enumerate(zip(*rows.values())):
+            print(f"{i:<9}" + "".join(f"  {v:>14.4g}" for v in values))
+    for name in ("norm and entropy", "norm and loss"):
+        print(f"correlation of the last {name}: {report[name]}")
+    print(f"calibration error {report['calibration error']:.4f}")
 
 
 def show_variance(report):
@@ -318,6 +292,18 @@ def show_variance(report):
         print(f"{variant:<12}" + "  ".join(f"{k} {sum(v) / len(v):.4g}" for k, v in rows.items() if k != "predicted"))
     if "saturated" in report:
         print(f"inputs beyond lambda: {max(report['saturated']):.3%} at most")
+
+
+def show_skipping(report):
+    print(f"skipped {report['rate']:.1%}; loss {report['causal loss']:.4f}, "
+          f"{report['look-ahead loss']:.4f} looking ahead")  # fmt: skip
+    for where, share, row in zip(report["where"], report["skipped"], report["map"]):
+        print(f"{where:<9} {share:>6.1%} " + "".join(".#"[ran] for ran in row[:96]))
+
+
+def show_tasks(report):
+    for name, metrics in report.items():
+        print(f"{name:<20}" + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float)))
 
 
 def sample(model, encoding, device):
@@ -330,39 +316,68 @@ def sample(model, encoding, device):
     )  # fmt: skip
     characters = codecs.getincrementaldecoder("utf-8")("replace")  # a character can be several tokens
     print(prompt, end="", flush=True)
+    began, before = time.perf_counter(), len(ids)
     for token in made:
         ids.append(int(token))
         print(characters.decode(encoding.decode_single_token_bytes(ids[-1])), end="", flush=True)
-    print()
+    print(f"\n{(len(ids) - before) / (time.perf_counter() - began):.0f} tokens/s")
     return encoding.decode(ids)
 
 
-TABLES = {  # what has a value behind the embedding and each block, for each sublayer, for each attention
-    "block": ("variance", "norm", "max", "max/rms", "kurtosis"),
-    "sublayer": ("rotation", "from embedding", "alpha", "a"),
-    "attention": ("sink",),
-}
+# ---------------------------------------------------------------------------------------------------------------------
 
 
-def show_depth(report):
-    for title, names in TABLES.items():
-        rows = {name: report[name] for name in names if name in report}
-        print(f"{title:<9}" + "".join(f"  {name:>14}" for name in rows))
-        for i, values in enumerate(zip(*rows.values())):
-            print(f"{i:<9}" + "".join(f"  {v:>14.4g}" for v in values))
-    for name in ("norm and entropy", "norm and loss"):
-        print(f"correlation of the last {name}: {report[name]}")
+def answers(parts, model, windows, encoding):
+    """Answer part by part, print each and yield (its name, its report)."""
+    T = windows.T
+    batches = []
+    for x, y in eval_batches(windows, count_windows(windows, depth_tokens), batch_size, device):
+        real = y[:, 0] >= 0
+        batches.append((x[real], y[real]))
+    if "loss" in parts:
+        on = (
+            windows
+            if text is None
+            else TextWindows(read_texts(text, text_column, text_split), encoding, T, eval_tokens)
+        )
+        report = loss(model, on, encoding, eval_tokens if text is None else None, batch_size, device)
+        show_loss(report)
+        yield "loss", report
+    if "depth" in parts:
+        report = depth.depth(model, batches)
+        report |= {"dropped": depth.dropped(model, batches), "gradient": depth.gradients(model, *batches[0])}
+        show_depth(report)
+        yield "depth", report
+    if "variance" in parts:
+        report = depth.variance(model, batches)
+        show_variance(report)
+        yield "variance", report
+    if "mod" in parts:
+        report = depth.skipping(model, batches, (encoding.encode_ordinary(prompt) or [encoding.eot_token])[:T])
+        report["causal loss"] = evaluate(model, windows, depth_tokens, batch_size, device)
+        with mod.looking_ahead(model):
+            report["look-ahead loss"] = evaluate(model, windows, depth_tokens, batch_size, device)
+        show_skipping(report)
+        yield "mod", report
+    if "tasks" in parts:
+        report = run_tasks(model, encoding, device)
+        show_tasks(report)
+        yield "tasks", report
+    if "sample" in parts:
+        if model.config.residual in ("bhyt", "bhyt_exact"):
+            bhyt.fold(model)  # last, since it is for good
+        yield "sample", sample(model, encoding, device)
 
 
 def main():
     settings = configure(globals(), argv=sys.argv[1:])
     state, model = load(os.path.join(out_dir, checkpoint), device)
-    known = ["loss", "depth", "variance", "mod", "sample"]
+    known = ["loss", "depth", "variance", "mod", "sample", "tasks"]
     if model.config.residual not in bhyt.RESIDUALS:
         known.remove("variance")
     if not mod.routers(model):
         known.remove("mod")
-    parts = known if what is None else what.split(",")
+    parts = known[:-1] if what is None else what.split(",")
     unknown = set(parts) - set(known)
     if unknown:
         raise SystemExit(f"what={what!r}: {', '.join(unknown)} is not one of {', '.join(known)}")
@@ -370,36 +385,19 @@ def main():
     if windows.meta["tokenizer_sha256"] != state["meta"]["tokenizer_sha256"]:
         raise SystemExit("the data's tokenizer is not the one that the checkpoint was trained with")
     encoding = meta_tokenizer(data_dir or state["settings"]["data_dir"], windows.meta)
-    shared = model.config.mod_budget == "global"
     if mod_rate is not None:
         if not 0 <= mod_rate < 1:
             raise SystemExit(f"mod_rate={mod_rate}: give a share, 0 <= mod_rate < 1")
         if "mod" not in known:
             raise SystemExit(f"mod_rate={mod_rate}: in {out_dir} no token may skip anything")
         batches = [x.to(device) for x, _ in eval_batches(windows, count_windows(windows, 32768), batch_size, device)]
-        mod.calibrate(model, batches, shared, mod_rate)
+        mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
     path, report = os.path.join(out_dir, "eval.json"), {"checkpoint": checkpoint, "step": state["step"]}
     if os.path.exists(path):  # parts that were asked of the same checkpoint before stay
         old = json.load(open(path))
         report = old if old.items() >= report.items() else report
     report["settings"] = report.get("settings", {}) | dict.fromkeys(parts, settings)
-    if "loss" in parts:
-        report["loss"] = evaluate(model, windows, eval_tokens, batch_size, device)
-        print(f"loss {report['loss']:.4f} nats a token")
-    if "depth" in parts:
-        report["depth"] = depth(model, windows, depth_tokens, batch_size, device)
-        show_depth(report["depth"])
-    if "variance" in parts:
-        report["variance"] = variance(model, windows, depth_tokens, batch_size, device)
-        show_variance(report["variance"])
-    if "mod" in parts:
-        ids = encoding.encode_ordinary(prompt) or [encoding.eot_token]
-        report["mod"] = skipping(model, windows, depth_tokens, batch_size, device, ids[: model.config.block_size])
-        show_skipping(report["mod"])
-    if "sample" in parts:
-        if model.config.residual in ("bhyt", "bhyt_exact"):
-            bhyt.fold(model)  # last, since it is for good
-        report["sample"] = sample(model, encoding, device)
+    report |= dict(answers(parts, model, windows, encoding))
     write_json(path, report)
 
 

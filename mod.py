@@ -17,6 +17,8 @@ mean share below it is mod_rate, and each sublayer keeps the share that is above
 Differs from the papers: k is the same for all sequences of a batch and moves with the histogram, not with every step.
 """
 
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -135,6 +137,16 @@ def balance(routers, shared, rate, world=1, memory=MEMORY):
         router.tau.fill_(tau if rate > 0 else 0.0)
         router.share.fill_(kept)
         router.settle()
+
+
+@contextmanager
+def looking_ahead(model):
+    """Evaluate by training's rule for a while, to be compared with: it is never what is reported."""
+    for router in routers(model):
+        router.look_ahead = True
+    yield
+    for router in routers(model):
+        router.look_ahead = False
 
 
 @torch.no_grad()

@@ -109,19 +109,21 @@ class Attention(nn.Module):
     def heads(self, x):
         return x.unflatten(-1, (-1, self.wq.out_features // self.n_head)).transpose(1, 2)
 
-    def forward(self, h, rope, cache=None, rows=None):
-        """rows (B, k): the queries that are asked; None: all"""
+    def forward(self, h, rope, docs=None, cache=None, rows=None):
+        """docs (B, T): tokens see only those of their own number; rows (B, k): the queries that are asked; None: all"""
         k, v = self.key_value(h, rope)
         at = torch.arange(h.size(1), device=h.device)  # positions of the queries among the keys
         if cache is not None:
             past_k, past_v, at = cache  # (B, G, L, D) twice, and the T positions that are being filled
             k, v = past_k.index_copy_(2, at, k.to(past_k.dtype)), past_v.index_copy_(2, at, v.to(past_v.dtype))
+        mine, mask = docs, None
         if rows is not None:
             h, at, rope = mod.take(h, rows), at[rows], tuple(table[rows][:, None] for table in rope)
-        mask = None
-        if cache is not None or rows is not None:
+            mine = None if docs is None else mod.take(docs, rows)
+        if not (cache is None and rows is None and docs is None):
             mask = torch.arange(k.size(2), device=k.device) <= at[..., None]  # (T, L) or (B, k, L)
-            mask = mask if rows is None else mask[:, None]
+            mask = mask if docs is None else mask & (mine[:, :, None] == docs[:, None, :])
+            mask = mask if mask.dim() == 2 else mask[:, None]
         y = F.scaled_dot_product_attention(
             self.query(h, rope).to(k.dtype), k, v, attn_mask=mask, is_causal=mask is None,
             enable_gqa=self.n_kv_head != self.n_head, dropout_p=self.dropout if self.training else 0.0,
@@ -175,12 +177,12 @@ class Block(nn.Module):
         self.scale = pick({"one": 1.0, "depth": config.n_layer**-0.5}, config.branch_scale, "branch_scale")
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, stream, rope, cache=None):
-        return self.feed(self.attend(stream, rope, cache))
+    def forward(self, stream, rope, docs=None, cache=None):
+        return self.feed(self.attend(stream, rope, docs, cache))
 
-    def attend(self, stream, rope, cache=None):
+    def attend(self, stream, rope, docs=None, cache=None):
         def run(h, rows=None):
-            return self.drop(self.attn(h, rope, cache, rows))
+            return self.drop(self.attn(h, rope, docs, cache, rows))
 
         return self.sublayer(run, self.attn_residual, self.attn_router, stream)
 
@@ -218,8 +220,9 @@ class GPT(nn.Module):
         self.init_weights()
         self.refresh()
 
-    def forward(self, idx, targets=None, cache=None):
-        """Logits (B, T, V), and their mean cross-entropy with the targets, of which those that are -1 do not count."""
+    def forward(self, idx, targets=None, docs=None, cache=None):
+        """Logits (B, T, V), and their mean cross-entropy with the targets, of which those that are -1 do not count.
+        docs (B, T): which document a token belongs to, where several in a row must not see each other"""
         T, start = idx.size(1), 0 if cache is None else cache.length
         if start + T > self.config.block_size:
             raise ValueError(f"{start + T} tokens do not fit into block_size={self.config.block_size}")
@@ -227,7 +230,7 @@ class GPT(nn.Module):
         stream = self.ends.embed(self.drop(self.embed(idx)))
         stream = stream._replace(at=torch.arange(start, start + T, device=idx.device)[:, None])
         for b, block in enumerate(self.blocks):
-            stream = block(stream, rope, cache and cache.layer(b, T))
+            stream = block(stream, rope, docs, cache and cache.layer(b, T))
         if cache is not None:
             cache.length += T
         hidden, head = self.ends.readout(stream, self.head.weight)
@@ -307,10 +310,11 @@ class GPT(nn.Module):
         gate_lr = learning_rate if gate_lr is None else gate_lr
         peaks = {"matrices": learning_rate, "embeddings": learning_rate, "vectors": learning_rate, "gates": gate_lr}
         decays = {"matrices": weight_decay, "embeddings": weight_decay, "vectors": 0.0, "gates": 0.0}
+        params = {key: [named[n] for n in names[key] if named[n].requires_grad] for key in names}
         groups = {
-            key: {"params": [named[n] for n in names[key]], "peak": peaks[key], "weight_decay": decays[key]}
+            key: {"params": params[key], "peak": peaks[key], "weight_decay": decays[key]}
             for key in names
-            if names[key]
+            if params[key]
         }
         made = []
         if kind == "muon":  # match_rms_adamw: updates as large as AdamW's, so that learning_rate keeps its meaning
@@ -327,10 +331,11 @@ class GPT(nn.Module):
         """Matmul FLOPs of a training step: 2 for each weight of a matrix, the head too, tied or not; 2 C for the score
         of a query with a key and 2 C to sum the values, (T + 1) / 2 keys on average, but all T where queries are
         gathered, since a mask then hides the others. The backward: twice that. Not counted: the experts that a token
-        does not pass, and what the tokens that skip would have cost."""
+        does not pass, what the tokens that skip would have cost, and gradients of weights that are frozen."""
         C, T = self.config.n_embd, self.config.block_size
-        modules = (m for m in self.modules() if m is not self.embed)
-        weights = sum(p.numel() for m in modules for p in m.parameters(recurse=False) if p.ndim == 2)
+        modules = [m for m in self.modules() if m is not self.embed]
+        matrices = [p for m in modules for p in m.parameters(recurse=False) if p.ndim == 2]
+        weights, frozen = sum(p.numel() for p in matrices), sum(p.numel() for p in matrices if not p.requires_grad)
         total = 2 * weights + self.config.n_layer * 2 * C * (T + 1)
         for block in self.blocks:
             idle = sum((1 - block.mlp.k / block.mlp.E) * w.weight.numel() for w in getattr(block.mlp, "stacks", ()))
@@ -341,7 +346,7 @@ class GPT(nn.Module):
             if block.attn_router is not None:  # keys and values are made for all
                 ran, attn = block.attn_router.k / T, block.attn.wq.weight.numel() + block.attn.wo.weight.numel()
                 total -= (1 - ran) * 2 * attn + 2 * C * (T + 1) - ran * 4 * C * T
-        return 3 * total
+        return 3 * total - 2 * frozen
 
 
 def settings_of_others(residual):

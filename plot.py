@@ -2,14 +2,22 @@
 Figures from logs: python plot.py FIGURE OUT.png RUN [RUN ...]
 
     loss       validation loss against tokens, and faintly the training loss, from each RUN/log.jsonl
+    flops      the same against training FLOPs
+    time       the same against time spent in training steps
+    target     tokens and time to the highest of the runs' final validation losses, likewise
     variance   variance of the stream behind each block, from each RUN/eval.json
     norm       the norm of the stream, NAG's on a scale of its own, likewise
     rotation   how far the embedding has been turned behind each sublayer, likewise
     alpha      NAG: alpha and the a that comes of it in each sublayer, likewise
+    dropped    how much the loss rises when a block is left out, likewise
+    calibrated how often the likeliest token is right against its probability, likewise
+    similarity cosines between the mean directions of the sublayers' updates, from one RUN/eval.json
     rate       final validation loss against the share of tokens that skip, by router, from each RUN/log.jsonl
+    ladder     final validation loss against width over depth, likewise
     map        which tokens of a text ran where, from one RUN/eval.json
     stability  final validation loss, and growth of the variance, against the learning rate, from both
     predicted  BHyT's predicted variance beside the measured one, and the theory's, from each RUN/eval.json
+    speed      bars of the ratios that bench.py wrote, from each JSON
 
 Runs that differ only in their seed become one line, their mean, with a band from the least to the most. The same input
 gives the same bytes. A missing file is an error. Writes OUT.png and OUT.svg.
@@ -75,24 +83,73 @@ def draw(axes, runs, curve, band=True, **style):
             axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
 
 
-def loss(axes, runs):
-    def curve(key):
-        def points(run):  # from the first step on: what came before says nothing and would set the scale
-            steps = [r for r in read_log(run)[1] if r["step"] and r[key] is not None]
-            return [r["tokens"] / 1e6 for r in steps], [r[key] for r in steps]
+def steps_of(run):
+    """The records of the steps, of which the one before the first would only set the scale, with the seconds spent"""
+    seconds, tokens, steps = 0.0, 0, [r for r in read_log(run)[1] if r["step"]]
+    for r in steps:
+        seconds, tokens = seconds + (r["tokens"] - tokens) / r["tok_s"], r["tokens"]
+        r["seconds"] = seconds
+    return steps
+
+
+def losses_against(axes, runs, key, unit, label):
+    def curve(loss):
+        def points(run):
+            steps = [r for r in steps_of(run) if r[loss] is not None]
+            return [round(r[key] / unit, 9) for r in steps], [r[loss] for r in steps]
 
         return points
 
-    draw(axes, runs, curve("loss"), band=False, label=None, lw=0.6, alpha=0.5)
-    draw(axes, runs, curve("val_loss"), marker="o", ms=3)
-    axes.set(xlabel="million tokens", ylabel="validation loss (nats a token)")
+    if key != "seconds":  # no two seeds take the same time to a step
+        draw(axes, runs, curve("loss"), band=False, label=None, lw=0.6, alpha=0.5)
+        draw(axes, runs, curve("val_loss"), marker="o", ms=3)
+    else:
+        for label_of, (residual, members) in grouped(runs).items():
+            for i, run in enumerate(members):
+                style = {"color": COLOURS[residual], "marker": "o", "ms": 3, "lw": 1.2}
+                axes.plot(*curve("val_loss")(run), label=None if i else label_of, **style)
+    axes.set(xlabel=label, ylabel="validation loss (nats a token)")
+
+
+def loss(axes, runs):
+    losses_against(axes, runs, "tokens", 1e6, "million tokens")
+
+
+def flops(axes, runs):
+    losses_against(axes, runs, "flops", 1e12, "training TFLOPs")
+
+
+def time(axes, runs):
+    losses_against(axes, runs, "seconds", 60, "minutes of training")
+
+
+def target(axes, runs):
+    """Between two evaluations the loss is taken to fall evenly."""
+    goal, groups, right = max(map(final_loss, runs)), grouped(runs), axes.twinx()
+    for i, (residual, members) in enumerate(groups.values()):
+        for key, unit, side, shift in (("tokens", 1e6, axes, -0.2), ("seconds", 60, right, 0.2)):
+            needed = []
+            for run in members:
+                steps = [r for r in steps_of(run) if r["val_loss"] is not None]
+                at = next(n for n, r in enumerate(steps) if r["val_loss"] <= goal)
+                a, b = steps[max(0, at - 1)], steps[at]
+                share = (a["val_loss"] - goal) / (a["val_loss"] - b["val_loss"]) if at else 1.0
+                needed.append((a[key] + share * (b[key] - a[key])) / unit)
+            mean = sum(needed) / len(needed)
+            error = [[mean - min(needed)], [max(needed) - mean]]
+            hatch = None if side is axes else "//"
+            side.bar(i + shift, mean, 0.38, yerr=error, color=COLOURS[residual], hatch=hatch, ec="white")
+    axes.set(xticks=range(len(groups)), xticklabels=groups, ylabel=f"million tokens to a loss of {goal:.3f}")
+    right.set(ylabel="minutes to it (hatched)")
+    right.spines["right"].set_visible(True)
 
 
 def by_depth(key):
     def curve(run):
         depth = read_eval(run, "depth")
         if key not in depth:
-            raise SystemExit(f"plot.py: {run}/eval.json has no {key} in its depth: it is not a run of NAG")
+            why = "it is not a run of NAG" if key in ("a", "alpha") else "evaluate it again"
+            raise SystemExit(f"plot.py: {run}/eval.json has no {key} in its depth: {why}")
         return range(len(depth[key])), depth[key]
 
     return curve
@@ -142,12 +199,35 @@ def alpha(axes, runs):
     axes.set(xlabel="sublayer", ylabel="mean |a|, and alpha (dashed)")
 
 
-def against(axes, runs, setting, but, value, **style):
-    """One line a group of runs that differ in one setting: the mean of value(run) over seeds, with a band"""
-    for label, (residual, members) in grouped(runs, (setting, *but)).items():
+def dropped(axes, runs):
+    draw(axes, runs, by_depth("dropped"), marker="o", ms=3)
+    axes.set(xlabel="block left out", ylabel="rise of the loss (nats a token)", yscale="symlog")
+
+
+def calibrated(axes, runs):
+    def curve(run):
+        bins = read_eval(run, "depth")["calibration"]
+        return [round(x, 1) for x in bins["confidence"]], bins["accuracy"]
+
+    axes.plot([0, 1], [0, 1], color="0.7", lw=1)
+    draw(axes, runs, curve, marker="o", ms=3)
+    axes.set(xlabel="probability of the likeliest token", ylabel="how often it was right")
+
+
+def similarity(axes, runs):
+    matrix = by_depth("similarity")(runs[0])[1]
+    image = axes.imshow(matrix, cmap="RdBu_r", vmin=-1, vmax=1)
+    axes.figure.colorbar(image, label="cosine of the mean updates")
+    axes.plot([], [], " ", label=read_log(runs[0])[0]["residual"])
+    axes.set(xlabel="sublayer", ylabel="sublayer")
+
+
+def against(axes, runs, x_of, but, value, **style):
+    """One line a group of runs that differ in x_of(their settings): the mean of value(run) over seeds, with a band"""
+    for label, (residual, members) in grouped(runs, but).items():
         points = {}
         for run in members:
-            points.setdefault(read_log(run)[0][setting], []).append(value(run))
+            points.setdefault(x_of(read_log(run)[0]), []).append(value(run))
         x = sorted(points)
         mean = [sum(points[at]) / len(points[at]) for at in x]
         look = {"marker": "o", "ms": 4, "lw": 1.5, "label": label} | style
@@ -161,8 +241,14 @@ def final_loss(run):
 
 
 def rate(axes, runs):
-    against(axes, runs, "mod_rate", ["mod_on"], final_loss)
+    against(axes, runs, lambda s: s["mod_rate"], ["mod_rate", "mod_on"], final_loss)
     axes.set(xlabel="share of tokens that skip", ylabel="validation loss (nats a token)")
+
+
+def ladder(axes, runs):
+    shape = ["n_layer", "n_embd", "n_head", "n_kv_head", "n_hidden", "moe_experts", "moe_shared", "init_scale"]
+    against(axes, runs, lambda s: s["n_embd"] / s["n_layer"], shape, final_loss)
+    axes.set(xlabel="width over depth", ylabel="validation loss (nats a token)")
 
 
 def stability(axes, runs):
@@ -172,8 +258,9 @@ def stability(axes, runs):
 
     right = axes.twinx()
     right.spines["right"].set_visible(True)
-    against(axes, runs, "learning_rate", [], final_loss)
-    against(right, runs, "learning_rate", [], growth, ls=":", label=None)
+    rate_of = lambda settings: settings["learning_rate"]
+    against(axes, runs, rate_of, ["learning_rate"], final_loss)
+    against(right, runs, rate_of, ["learning_rate"], growth, ls=":", label=None)
     axes.set(xlabel="learning rate", ylabel="validation loss (nats a token)", xscale="log")
     right.set(ylabel="variance, last block over first (dotted)", yscale="log")
 
@@ -197,9 +284,25 @@ def predicted(axes, runs):
     axes.set(xlabel="block", ylabel="variance before the MLP", yscale="log")
 
 
+def speed(axes, files):
+    height = 0
+    for file in files:
+        parts = [part for part in json.load(need(file)).values() if isinstance(part, dict)]
+        rows = {name: row for part in parts for name, row in part.items() if isinstance(row, dict) and "ratio" in row}
+        for name, row in rows.items():
+            low, middle, high = row["ratio"]
+            axes.barh(height, middle, color=COLOURS.get(name), xerr=[[middle - low], [high - middle]], ecolor="0.5")
+            axes.text(0, height, f" {name}  {middle:.3f}x", va="center", color="white")
+            height += 1
+    axes.axvline(1, color="0.7", lw=1)
+    axes.plot([], [], " ", label="quartiles over the rounds")
+    axes.set(xlabel="time over that of the first", yticks=[])
+
+
 FIGURES = {
-    "loss": loss, "variance": variance, "norm": norm, "rotation": rotation, "alpha": alpha, "rate": rate, "map": map_,
-    "stability": stability, "predicted": predicted,
+    "loss": loss, "flops": flops, "time": time, "target": target, "variance": variance, "norm": norm,
+    "rotation": rotation, "alpha": alpha, "dropped": dropped, "calibrated": calibrated, "similarity": similarity,
+    "rate": rate, "ladder": ladder, "map": map_, "stability": stability, "predicted": predicted, "speed": speed,
 }  # fmt: skip
 
 
@@ -217,7 +320,8 @@ def main(figure, out, *runs):
     fig, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     FIGURES[figure](axes, runs)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False)
     stem = os.path.splitext(out)[0]
     fig.savefig(stem + ".png", dpi=150, metadata={"Software": None})
     fig.savefig(stem + ".svg", metadata={"Date": None})

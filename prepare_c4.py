@@ -99,7 +99,7 @@ def list_files(source):
     return sorted(glob.glob(source, recursive=True)), None
 
 
-def read_documents(path):
+def read_documents(path, column="text"):
     """The texts in one file, in order"""
     if path.endswith(".py"):
         try:
@@ -115,9 +115,9 @@ def read_documents(path):
         raise SystemExit(f"{path}: expected a file that ends in {', '.join(kinds)}")
     whole = {"sample_by": "document"} if kind == "text" else {}
     for n, record in enumerate(load_dataset(kind, data_files=[path], split="train", streaming=True, **whole)):
-        if not isinstance(record.get("text"), str):
-            raise SystemExit(f"{path}: record {n} has no text: C4's records are {{'text': ..., 'url': ...}}")
-        yield record["text"]
+        if not isinstance(record.get(column), str):
+            raise SystemExit(f"{path}: record {n} has no {column}: C4's records are {{'text': ..., 'url': ...}}")
+        yield record[column]
 
 
 def validates(text, share):
@@ -383,21 +383,23 @@ class Loader:
         return to_batch([self.windows[i] for i in self.indices(step, micro)], self.device)
 
     def batch(self, step, micro):
-        """inputs and targets, (batch_size, T) each, on the device"""
+        """inputs and targets, (batch_size, T) each, and what else there is in a row, on the device"""
         key, future = self.ahead
-        x, y = future.result() if key == (step, micro) else self.thread.submit(self.fetch, step, micro).result()
+        parts = future.result() if key == (step, micro) else self.thread.submit(self.fetch, step, micro).result()
         micro += 1
         key = (step + micro // self.micro_steps, micro % self.micro_steps)
         self.ahead = key, self.thread.submit(self.fetch, *key)
-        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        return [part.to(self.device, non_blocking=True) for part in parts]
 
 
 def to_batch(rows, device):
+    """Tensors of inputs and targets from rows of T + 1 tokens, or from rows that hold them apart, (2 or more, T)"""
     import torch
 
     tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
-    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    return (x.pin_memory(), y.pin_memory()) if str(device).startswith("cuda") else (x, y)
+    parts = tokens.unbind(1) if tokens.ndim == 3 else (tokens[:, :-1], tokens[:, 1:])
+    parts = [part.contiguous() for part in parts]
+    return [part.pin_memory() for part in parts] if str(device).startswith("cuda") else parts
 
 
 if __name__ == "__main__":

@@ -26,13 +26,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import lora
 import mod
 import moe
 from configurator import configure, echo
-from eval import count_windows, eval_batches, evaluate, gate_health
+from depth import gate_health
+from eval import count_windows, eval_batches, evaluate
 from model import GPT, GPTConfig
 from nag import NAG
-from prepare_c4 import Loader, Windows, atomic
+from prepare_c4 import Loader, Windows, atomic, meta_tokenizer
 
 # where things are
 data_dir = "data/python"  # shards that prepare_c4.py made
@@ -61,6 +63,12 @@ warmup_iters: int | float = 50  # steps of linear warm-up; a float is a share of
 lr_decay_iters: int | None = None  # step at which the learning rate reaches min_lr; None: the last
 min_lr: float | None = None  # where the learning rate ends; None: a tenth of learning_rate
 max_bad_steps = 5  # give up after so many steps in a row with a loss or gradient that is not finite
+# fine-tuning
+sft_data: str | None = None  # conversations to train on, a .jsonl in LIMA's format or a name on the hub; None: data_dir
+lora_rank = 0  # of adapters that are trained in place of the weights; 0: none
+lora_alpha = 16.0  # lora: what an adapter adds counts lora_alpha / lora_rank
+lora_dropout = 0.0  # lora: on what the adapters read
+lora_targets = "wq,wk,wv,wo"  # lora: linears that get one; also up, gate, down
 # what is seen and kept
 eval_interval = 100  # steps between evaluations; 0: never
 eval_tokens = 65536  # validation tokens, the same ones every time
@@ -98,7 +106,8 @@ rules = (
     ("log_interval max_bad_steps bhyt_interval", lambda v: v > 0, "above 0"),
     ("learning_rate eval_tokens flops_budget total_batch_tokens lr_decay_iters wsd_share", lambda v: v > 0, "above 0"),
     ("seed weight_decay grad_clip beta1 beta2 gate_lr warmup_iters alpha_warmup_iters", lambda v: v >= 0, "at least 0"),
-    ("eval_interval save_interval keep_interval", lambda v: v >= 0, "at least 0"),
+    ("eval_interval save_interval keep_interval lora_rank", lambda v: v >= 0, "at least 0"),
+    ("lora_dropout", lambda v: 0 <= v < 1, "a share, below 1"),
     ("beta1 beta2 wsd_share", lambda v: v <= 1, "at most 1"),
     ("warmup_iters", lambda v: isinstance(v, int) or v <= 1, "a number of steps, or a share of at most 1"),
     ("min_lr", lambda v: 0 <= v <= learning_rate, f"from 0 to learning_rate={learning_rate}"),
@@ -153,6 +162,11 @@ train_windows, val_windows = (Windows(data_dir, split, config.block_size) for sp
 meta = train_windows.meta
 if meta["vocab_size"] > config.vocab_size:
     fail(f"{data_dir} has token ids up to {meta['vocab_size'] - 1}: set --vocab_size={meta['vocab_size']} or more")
+if sft_data is not None:
+    pretraining, encoding = val_windows, meta_tokenizer(data_dir, meta)
+    train_windows, val_windows = (
+        lora.Conversations(sft_data, split, encoding, config.block_size) for split in ("train", "val")
+    )
 loader = Loader(train_windows, batch_size, micro_steps, seed, rank, world, device)
 
 flops_per_step = expected_flops = tokens_per_step * model.flops_per_token()
@@ -162,7 +176,9 @@ if flops_budget is not None:
 ckpt_path, log_path = os.path.join(out_dir, "ckpt.pt"), os.path.join(out_dir, "log.jsonl")
 if init_from == "auto":
     init_from = "resume" if os.path.exists(ckpt_path) else "scratch"
-step, flops, bad_steps, best_val_loss, saved = 0, 0.0, 0, math.inf, None
+step, flops, bad_steps, best_val_loss, saved, adapters = 0, 0.0, 0, math.inf, None, None
+if lora_rank and (shard == "fsdp" or init_from == "scratch"):
+    fail(f"lora_rank={lora_rank} adapts a model that is there: give init_from a checkpoint, and shard='none'")
 if init_from != "resume" and (os.path.exists(ckpt_path) or os.path.exists(log_path)):
     fail(f"{out_dir} already holds a run: --init_from=resume goes on with it, --out_dir=... starts another")
 if init_from != "scratch":
@@ -183,7 +199,19 @@ if init_from != "scratch":
         fail(f"{path} was trained with {'; '.join(differs)}")
     if saved["meta"]["tokenizer_sha256"] != meta["tokenizer_sha256"]:
         fail(f"{path} was trained on another tokenizer than that of {data_dir}")
-    model.load_state_dict(saved["model"])
+    lora.load_state(model, saved)
+    how = {"rank": lora_rank, "alpha": lora_alpha, "dropout": lora_dropout, "targets": lora_targets}
+    adapters = saved.get("lora")
+    if init_from == "resume" and how != {k: v for k, v in (adapters or how | {"rank": 0}).items() if k in how}:
+        fail(f"{path} was trained with {adapters or 'no adapters'}, not with {how}")
+    if init_from != "resume" and adapters:
+        fail(f"{path} holds adapters: merge them first with python lora.py {path} TO")
+    if init_from != "resume" and lora_rank:
+        try:
+            lora.adapt(model, **how)
+        except ValueError as error:
+            fail(error)
+        adapters = how | {"base": os.path.abspath(path), "sha256": lora.digest(path)}
     flops_per_step = tokens_per_step * model.flops_per_token()
     if init_from == "resume":
         step, bad_steps, best_val_loss = saved["step"], saved["bad_steps"], saved["best_val_loss"]
@@ -279,10 +307,10 @@ del saved
 
 def save(name):
     state = {
-        "model": whole(model.state_dict()), "optimizers": [whole(opt.state_dict()["state"]) for opt in optimizers],
+        "model": whole(lora.trained(model)), "optimizers": [whole(opt.state_dict()["state"]) for opt in optimizers],
         "config": asdict(config), "settings": settings, "meta": meta,
         "step": step, "tokens_per_step": tokens_per_step, "bad_steps": bad_steps, "best_val_loss": best_val_loss,
-        "flops": flops,
+        "flops": flops, "lora": adapters,
     }  # fmt: skip
     for at, router in ((at, m) for at, m in model.named_modules() if isinstance(m, mod.Router)):  # of all ranks
         fresh = router.fresh.clone()
@@ -312,6 +340,7 @@ def run_header():
     commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     groups = {key: sum(model.get_parameter(n).numel() for n in names) for key, names in model.param_groups().items()}
     groups = {"active": model.num_params(active=True), **groups} if moe.layers(model) else groups
+    groups |= {"trained": sum(p.numel() for p in model.parameters() if p.requires_grad)} if lora_rank else {}
     return {
         "settings": settings, "from_step": step, "git": commit + ("+changes" if changes else ""),
         "versions": {"python": platform.python_version(), "torch": torch.__version__}, "device": device_name,
@@ -386,8 +415,10 @@ def validate():
     """What goes into the record: the validation loss and, for NAG, what its gates do on the first validation batch"""
     with autocast:
         seen = {"val_loss": evaluate(model, val_windows, eval_tokens, batch_size, device, rank, world)}
+        if sft_data is not None:  # val_loss is that of answers; this is what fine-tuning forgets
+            seen["pretraining_loss"] = evaluate(model, pretraining, eval_tokens, batch_size, device, rank, world)
         if config.residual == "nag":
-            x, _ = next(eval_batches(val_windows, count_windows(val_windows, eval_tokens), batch_size, device))
+            x, *_ = next(eval_batches(val_windows, count_windows(val_windows, eval_tokens), batch_size, device))
             seen["gates"] = gate_health(model, x)
             if main and step >= alpha_warmup_iters and seen["gates"]["dead"] > 0.1 * 2 * config.n_layer:
                 print(f"warning: {seen['gates']['dead']} of {2 * config.n_layer} sublayers turn next to nothing")
@@ -427,14 +458,15 @@ while not finished() and not stopped:
     if step < alpha_warmup_iters:
         ramp_alpha(step)
     if step % bhyt_interval == 0:
-        model.refresh()
+        with lora.merged(model):
+            model.refresh()
     torch.manual_seed(hash((seed, step, rank)))  # dropout too is a function of the step: no state to save
     status = torch.zeros(2, device=device)  # the loss, and whether this rank was told to stop
     for micro in range(micro_steps):
         sync_gradients(micro == micro_steps - 1)
-        x, y = loader.batch(step, micro)
+        batch = loader.batch(step, micro)
         with autocast:
-            loss = net(x, y)[1] / micro_steps
+            loss = net(*batch)[1] / micro_steps
         loss.backward()
         status[0] += loss.detach()
     status[1] = stopping

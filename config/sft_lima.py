@@ -1,0 +1,15 @@
+"""Fine-tuning on LIMA's thousand conversations with adapters of rank 8, as in BHyT's paper: 3 epochs or so of a 1B model.
+Start it from a checkpoint of the same shape: torchrun train.py config/llama_1b.py config/sft_lima.py --init_from=PATH"""
+
+sft_data = "GAIR/lima"
+lora_rank = 8
+lora_alpha = 16.0
+learning_rate = 1e-4  # the highest of the published range; runs/published_sweep.py has all of it
+weight_decay = 0.0
+warmup_iters = 0.1
+max_iters = 100
+batch_size = 4
+total_batch_tokens = None
+gradient_accumulation_steps = 8
+eval_interval = 25
+save_interval = 25
