@@ -55,14 +55,14 @@ def read_eval(run, part):
 
 
 def grouped(runs, but=()):
-    """{label: (residual, runs)}: a label says which settings tell these runs apart, the seed aside, and those in but"""
-    settings = {run: read_log(run)[0] for run in runs}
-    keys = [k for k in settings[runs[0]] if len({str(s.get(k)) for s in settings.values()}) > 1]
-    keys = [k for k in keys if k not in ("seed", "out_dir", "init_from", "max_iters", *but)]
-    keys.sort(key=lambda k: k != "residual")
-    groups = {}
+    """{label: (residual, runs)}: a label is the mode, and the settings in which the runs of a mode differ, but for the
+    seed, what is of no matter and what is in but"""
+    settings, groups = {run: read_log(run)[0] for run in runs}, {}
     for run, s in settings.items():
-        label = ", ".join(str(s[k]) if k == "residual" else f"{k}={s.get(k)}" for k in keys) or s["residual"]
+        alike = [other for other in settings.values() if other["residual"] == s["residual"]]
+        keys = [k for k in s if len({str(other[k]) for other in alike if k in other}) > 1]  # old logs know fewer
+        keys = [k for k in keys if k not in ("seed", "out_dir", "init_from", "max_iters", *but)]
+        label = ", ".join([s["residual"], *(f"{k}={s[k]}" for k in keys)])
         groups.setdefault(label, (s["residual"], []))[1].append(run)
     return groups
 
@@ -139,7 +139,7 @@ def target(axes, runs):
             error = [[mean - min(needed)], [max(needed) - mean]]
             hatch = None if side is axes else "//"
             side.bar(i + shift, mean, 0.38, yerr=error, color=COLOURS[residual], hatch=hatch, ec="white")
-    axes.set(xticks=range(len(groups)), xticklabels=groups, ylabel=f"million tokens to a loss of {goal:.3f}")
+    axes.set(xticks=range(len(groups)), xticklabels=[g.replace(", ", "\n") for g in groups], ylabel=f"million tokens to a loss of {goal:.3f}")
     right.set(ylabel="minutes to it (hatched)")
     right.spines["right"].set_visible(True)
 
@@ -201,7 +201,8 @@ def alpha(axes, runs):
 
 def dropped(axes, runs):
     draw(axes, runs, by_depth("dropped"), marker="o", ms=3)
-    axes.set(xlabel="block left out", ylabel="rise of the loss (nats a token)", yscale="symlog")
+    axes.set(xlabel="block left out", ylabel="rise of the loss (nats a token)")
+    axes.set_yscale("symlog", linthresh=0.01)
 
 
 def calibrated(axes, runs):
@@ -295,8 +296,7 @@ def speed(axes, files):
             axes.text(0, height, f" {name}  {middle:.3f}x", va="center", color="white")
             height += 1
     axes.axvline(1, color="0.7", lw=1)
-    axes.plot([], [], " ", label="quartiles over the rounds")
-    axes.set(xlabel="time over that of the first", yticks=[])
+    axes.set(xlabel="time over that of the first, and quartiles over the rounds", yticks=[])
 
 
 FIGURES = {

@@ -4,7 +4,7 @@ Start it from a checkpoint of the same shape: torchrun train.py config/llama_1b.
 sft_data = "GAIR/lima"
 lora_rank = 8
 lora_alpha = 16.0
-learning_rate = 1e-4  # the highest of the published range; runs/published_sweep.py has all of it
+learning_rate = 1e-4  # the highest of the published range; runs/published_sweep.sh has all of it
 weight_decay = 0.0
 warmup_iters = 0.1
 max_iters = 100

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# The ranges that the BHyT paper searched (arXiv 2601.09719), one run after the other; arguments are handed on:
+#   runs/published_sweep.sh pretraining config/llama_374m.py config/published_bhyt.py
+#   runs/published_sweep.sh sft config/llama_1b.py config/sft_lima.py --init_from=out/llama_1b/ckpt.pt
+# A run that is finished is left alone, one that was cut short goes on.
+set -eu
+cd "$(dirname "$0")/.."
+kind=$1
+shift
+run() { # name, arguments
+    out=out/sweep/$kind/$1
+    shift
+    if [ -e "$out/ckpt.pt" ]; then set -- "$@" --init_from=resume; fi
+    torchrun --standalone --nproc_per_node="$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')" \
+        train.py "$@" --out_dir="$out"
+}
+case $kind in
+pretraining)
+    for lr in 1e-4 3e-4 5e-4 1e-3 3e-3; do for decay in 0.0 0.1; do for last in 0.1 0.01; do for warm in 0.05 0.1; do
+        run "$lr-$decay-$last-$warm" "$@" --learning_rate=$lr --weight_decay=$decay --warmup_iters=$warm \
+            --min_lr="$(python -c "print($lr * $last)")"
+    done; done; done; done ;;
+sft) for lr in 1e-7 1e-6 1e-5 1e-4; do run "$lr" "$@" --learning_rate=$lr; done ;;
+*) echo "give pretraining or sft, not $kind" >&2; exit 2 ;;
+esac
