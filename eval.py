@@ -43,7 +43,7 @@ temperature = 0.8  # of the sample; 0: greedy
 top_k: int | None = None  # sample from the likeliest so many; None: all
 top_p: float | None = None  # sample from the likeliest that hold so much; None: all
 seed = 1337  # of the sample
-tasks = "arc_easy,arc_challenge,piqa,hellaswag,openbookqa,winogrande,mmlu,boolq"  # the harness's names
+tasks: str | None = None  # the harness's names, separated by commas; None: the eight of the norm papers
 task_dir: str | None = None  # take tasks from the files here and no others; None: the harness's own, from the hub
 num_fewshot: int | None = None  # examples before each question; None: as the task has it
 limit: int | None = None  # questions of each task; None: all
@@ -109,7 +109,7 @@ class TextWindows:
             if tokens is not None and len(ids) > tokens:
                 break
         self.ids, self.T = ids[: None if tokens is None else tokens + 1], T
-        if len(self.ids) < 2:
+        if len(self.ids) < 3:  # end-of-text twice
             raise SystemExit(f"text={text!r}: there is none in it")
 
     def __len__(self):
@@ -155,7 +155,7 @@ def score_choices(model, pairs, batch_size, n_vocab, device):
     length, the longest first."""
     T, shared, results = model.config.block_size, {}, [None] * len(pairs)
     for i, (context, continuation) in enumerate(pairs):
-        if len(continuation) > T:
+        if not 0 < len(continuation) <= T:
             raise ValueError(f"a continuation of {len(continuation)} tokens does not fit into block_size={T}")
         context = tuple(context[-(T + 1 - len(continuation)) :])  # cut from the left; the last token is not read
         shared.setdefault(context, []).append(i)
@@ -194,6 +194,7 @@ def harness(model, encoding, batch_size, device):
     """The model as lm-evaluation-harness wants to see it"""
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
     T, eot = model.config.block_size, encoding.eot_token
 
@@ -204,7 +205,10 @@ def harness(model, encoding, batch_size, device):
             return encoding.encode_ordinary(string)
 
         def _loglikelihood_tokens(self, requests, **kwargs):
-            pairs = [([eot] * (c[:1] != [eot]) + c, continuation) for _, c, continuation in requests]
+            pairs = []
+            for _, context, continuation in requests:
+                context = context[1:] if context[:1] == [eot] else context
+                pairs.append(([eot, *context[max(0, len(context) + len(continuation) - T) :]], continuation))
             return score_choices(model, pairs, batch_size, encoding.n_vocab, device)
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -217,19 +221,21 @@ def harness(model, encoding, batch_size, device):
             return totals
 
         def generate_until(self, requests, disable_tqdm=False):
-            return [generate_until(model, encoding, *request.args, device) for request in requests]
+            texts = []
+            for context, how in (request.args for request in requests):
+                how = normalize_gen_kwargs(how)
+                until, heat = handle_stop_sequences(how["until"], None), how["temperature"] if how["do_sample"] else 0.0
+                texts.append(write_until(model, encoding, context, until, how["max_gen_toks"], heat, device))
+            return texts
 
     return Checkpoint()
 
 
-def generate_until(model, encoding, context, how, device):
-    """What the model writes behind the context, greedily unless told otherwise, up to the first of how["until"]"""
-    ids, written, until = [encoding.eot_token, *encoding.encode_ordinary(context)], [], how.get("until", [])
-    most = how.get("max_gen_toks", 256)
-    ids = ids[-max(1, model.config.block_size - most) :]
-    heat = how.get("temperature", 0.0) if how.get("do_sample") else 0.0
-    made = stream_tokens(model, torch.tensor([ids], device=device), most, heat, n_vocab=encoding.n_vocab)
-    for token in made:
+def write_until(model, encoding, context, until, most, temperature, device):
+    """What the model writes behind the context, up to the first of the strings in until"""
+    keep, written = max(model.config.block_size // 2, model.config.block_size - most), []
+    ids = [encoding.eot_token, *encoding.encode_ordinary(context)[-max(1, keep - 1) :]]
+    for token in stream_tokens(model, torch.tensor([ids], device=device), most, temperature, n_vocab=encoding.n_vocab):
         written.append(int(token))
         text = encoding.decode(written)
         ends = [text.index(stop) for stop in until if stop and stop in text]
@@ -247,13 +253,13 @@ def run_tasks(model, encoding, device):
     except ImportError as error:
         raise SystemExit(f"tasks need lm-evaluation-harness: pip install lm-eval ({error})")
     manager = TaskManager(include_path=task_dir, include_defaults=task_dir is None)
-    names = tasks.split(",")
+    names = (tasks or "arc_easy,arc_challenge,piqa,hellaswag,openbookqa,winogrande,mmlu,boolq").split(",")
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
         raise SystemExit(f"tasks={tasks!r}: {', '.join(unknown)} is not one of {', '.join(sorted(manager.all_tasks))}")
     found = lm_eval.simple_evaluate(
         harness(model, encoding, batch_size, device), tasks=names, num_fewshot=num_fewshot, limit=limit,
-        task_manager=manager, bootstrap_iters=0, log_samples=False, random_seed=seed,
+        task_manager=manager, bootstrap_iters=100, log_samples=False, random_seed=seed,
     )  # fmt: skip
     report = {name: {k: v for k, v in of.items() if isinstance(v, float)} for name, of in found["results"].items()}
     return report | {"versions": {"lm_eval": lm_eval.__version__, "datasets": datasets.__version__}}
@@ -319,6 +325,8 @@ def sample(model, encoding, device):
     began, before = time.perf_counter(), len(ids)
     for token in made:
         ids.append(int(token))
+        if ids[-1] == encoding.eot_token:
+            break
         print(characters.decode(encoding.decode_single_token_bytes(ids[-1])), end="", flush=True)
     print(f"\n{(len(ids) - before) / (time.perf_counter() - began):.0f} tokens/s")
     return encoding.decode(ids)
@@ -381,6 +389,9 @@ def main():
     unknown = set(parts) - set(known)
     if unknown:
         raise SystemExit(f"what={what!r}: {', '.join(unknown)} is not one of {', '.join(known)}")
+    for key, part in (("text", "loss"), ("tasks", "tasks"), ("task_dir", "tasks"), ("limit", "tasks")):
+        if settings[key] is not None and part not in parts:
+            raise SystemExit(f"{key}={settings[key]!r} is for {part}, which what={what!r} does not ask for")
     windows = Windows(data_dir or state["settings"]["data_dir"], "val", model.config.block_size)
     if windows.meta["tokenizer_sha256"] != state["meta"]["tokenizer_sha256"]:
         raise SystemExit("the data's tokenizer is not the one that the checkpoint was trained with")

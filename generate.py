@@ -9,7 +9,8 @@ import torch
 
 
 class KVCache:
-    """Keys and values of every layer, at their full length from the start, so that no shape ever changes."""
+    """Keys and values of every layer, at their full length from the start, so that no shape ever changes; how much of
+    it is filled is a tensor, so that a compiled step knows no number that moves."""
 
     def __init__(self, model, batch, length):
         config, w = model.config, model.embed.weight
@@ -17,10 +18,7 @@ class KVCache:
         dtype = torch.get_autocast_dtype(w.device.type) if autocast else w.dtype
         shape = (config.n_layer, 2, batch, config.n_kv_head or config.n_head, length, config.n_embd // config.n_head)
         self.kv = torch.zeros(shape, dtype=dtype, device=w.device)
-        self.length = 0  # how much of it is filled
-
-    def layer(self, b, T):
-        return *self.kv[b], torch.arange(self.length, self.length + T, device=self.kv.device)
+        self.at = torch.zeros((), dtype=torch.int64, device=w.device)
 
 
 def sample(logits, temperature, top_k, top_p):
@@ -43,28 +41,46 @@ def sample(logits, temperature, top_k, top_p):
     return torch.multinomial(logits.softmax(-1), 1)
 
 
+def next_token(model, new, cache, temperature, top_k, top_p, n_vocab):
+    return sample(model(new, cache=cache)[0][:, -1, :n_vocab].float(), temperature, top_k, top_p)
+
+
+CHECK = 16  # steps between looks at whether every row has met the stop token, each of which waits for the device
+
+
 @torch.no_grad()
-def stream_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, n_vocab=None):
-    """Yield the next token of each row, (B, 1), max_new_tokens times or until every row has met the stop token.
-    temperature 0 is greedy; n_vocab: how many ids the tokenizer has, where the model's vocabulary is padded.
+def stream_tokens(
+    model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, n_vocab=None, compile=False
+):
+    """Yield the next token of each row, (B, 1), max_new_tokens times, or less if every row has met the stop token: what
+    comes behind a row's is that token again, CHECK times at most. temperature 0 is greedy; n_vocab: how many ids the
+    tokenizer has, where the model's vocabulary is padded; compile: the step of one token, as one graph.
     When the window is full, the newest half of it is read again and generation goes on from there."""
-    size = model.config.block_size
+    size, how = model.config.block_size, (temperature, top_k, top_p, n_vocab)
+    graphs = {"mode": "reduce-overhead"} if idx.device.type == "cuda" else {}  # CUDA graphs: a step is one launch
+    step = torch.compile(next_token, fullgraph=True, dynamic=False, **graphs) if compile else next_token
     cache = KVCache(model, idx.size(0), min(size, idx.size(1) + max_new_tokens))
-    text, new, done = idx, idx[:, -size:], torch.zeros_like(idx[:, :1], dtype=torch.bool)
-    for _ in range(max_new_tokens):
-        if cache.length + new.size(1) > size:
-            cache.length, new = 0, text[:, -max(1, size // 2) :]
-        logits = model(new, cache=cache)[0][:, -1, :n_vocab].float()  # (B, V)
-        new = sample(logits, temperature, top_k, top_p)
+    text, new, filled, done = [idx], idx[:, -size:], 0, torch.zeros_like(idx[:, :1], dtype=torch.bool)
+    for i in range(1, max_new_tokens + 1):
+        if filled + new.size(1) > size:
+            text, filled = [torch.cat(text, dim=1)[:, -max(1, size // 2) :]], 0
+            new = text[0]
+            cache.at.zero_()
+        filled += new.size(1)
+        new = (step if new.size(1) == 1 else next_token)(model, new, cache, *how).clone()  # a graph reuses its output
         if stop is not None:
             new = new.masked_fill(done, stop)
             done = done | (new == stop)
-        text = torch.cat((text, new), dim=1)
+        text.append(new)
         yield new
-        if stop is not None and done.all():
+        if stop is not None and i % CHECK == 0 and done.all():
             return
 
 
-def generate(model, idx, max_new_tokens, **how):
+def generate(model, idx, max_new_tokens, stop=None, **how):
     """The prompt with what stream_tokens yields behind it, (B, T + at most max_new_tokens)"""
-    return torch.cat((idx, *stream_tokens(model, idx, max_new_tokens, **how)), dim=1)
+    text = torch.cat((idx, *stream_tokens(model, idx, max_new_tokens, stop=stop, **how)), dim=1)
+    if stop is None:
+        return text
+    before = (text[:, idx.size(1) :] == stop).cumsum(1) == 0  # the tokens before each row's first stop
+    return text[:, : idx.size(1) + 1 + int(before.sum(1).max())]

@@ -135,7 +135,7 @@ def encode(turns, encoding):
 def read_conversations(source):
     """Lists of turns, the user's and the assistant's in alternation: LIMA's records {"conversations": [...]}"""
     if os.path.exists(source):
-        records = map(json.loads, filter(str.strip, open(source)))
+        records = map(json.loads, filter(str.strip, open(source, encoding="utf-8")))
     else:
         from datasets import load_dataset
 
@@ -150,18 +150,21 @@ def read_conversations(source):
 
 class Conversations:
     """Rows (3, T) of inputs, targets and numbers of conversations: as many whole ones as fit behind each other, of
-    which none sees another. Only answers are targets; everything else, and what fills the row up, is -1."""
+    which none attends to another. Only answers are targets; everything else, and what fills the row up, is -1. What is
+    longer than a row is cut. (The tokens of a row do compete for who runs under mod in training, and bhyt_causal counts
+    positions from the row's start.)"""
 
     def __init__(self, source, split, encoding, T):
-        self.rows, self.T, self.cut, room = [], T, 0, 0
+        self.rows, self.T, room, self.kept, self.cut, self.dropped = [], T, 0, 0, 0, 0
         for turns in read_conversations(source):
             if validates("\n".join(turns), VAL_SHARE) != (split == "val"):
                 continue
             ids, own = encode(turns, encoding)
-            self.cut += len(ids) > T + 1
             x, y = ids[:-1][:T], [i if mine else -1 for i, mine in zip(ids, own)][1 : T + 1]
-            if max(y) < 0:
-                continue  # nothing of the answer is left
+            if max(y) < 0:  # nothing of the answer is left
+                self.dropped += 1
+                continue
+            self.kept, self.cut = self.kept + 1, self.cut + (len(ids) > T + 1)
             if len(x) > room:
                 self.rows.append(np.stack([np.zeros(T, int), np.full(T, -1), np.zeros(T, int)]))
                 room = T
@@ -176,6 +179,15 @@ class Conversations:
 
     def __getitem__(self, i):
         return self.rows[i]
+
+
+def shares_of(batches, world):
+    """What the mean loss of each micro-batch counts in the mean over the step's answers, on all ranks together"""
+    counts = torch.stack([(y >= 0).sum() for _, y, _ in batches]).float()
+    total = counts.sum()
+    if world > 1:
+        torch.distributed.all_reduce(total)
+    return counts * world / total
 
 
 def main(path, to):

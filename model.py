@@ -223,16 +223,16 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, docs=None, cache=None):
         """Logits (B, T, V), and their mean cross-entropy with the targets, of which those that are -1 do not count.
         docs (B, T): which document a token belongs to, where several in a row must not see each other"""
-        T, start = idx.size(1), 0 if cache is None else cache.length
-        if start + T > self.config.block_size:
-            raise ValueError(f"{start + T} tokens do not fit into block_size={self.config.block_size}")
-        rope = self.cos[start : start + T], self.sin[start : start + T]
-        stream = self.ends.embed(self.drop(self.embed(idx)))
-        stream = stream._replace(at=torch.arange(start, start + T, device=idx.device)[:, None])
+        T, at = idx.size(1), torch.arange(idx.size(1), device=idx.device)
+        if T > self.config.block_size:
+            raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
+        at = at if cache is None else cache.at + at
+        rope = (self.cos[:T], self.sin[:T]) if cache is None else (self.cos[at], self.sin[at])
+        stream = self.ends.embed(self.drop(self.embed(idx)))._replace(at=at[:, None])
         for b, block in enumerate(self.blocks):
-            stream = block(stream, rope, docs, cache and cache.layer(b, T))
+            stream = block(stream, rope, docs, None if cache is None else (*cache.kv[b], at))
         if cache is not None:
-            cache.length += T
+            cache.at.add_(T)
         hidden, head = self.ends.readout(stream, self.head.weight)
         logits = F.linear(hidden, head)
         if targets is None:
@@ -319,8 +319,10 @@ class GPT(nn.Module):
         made = []
         if kind == "muon":  # match_rms_adamw: updates as large as AdamW's, so that learning_rate keeps its meaning
             made.append(torch.optim.Muon([groups.pop("matrices")], lr=learning_rate, adjust_lr_fn="match_rms_adamw"))
-        fused = self.embed.weight.device.type in ("cuda", "cpu")
-        return [*made, torch.optim.AdamW([*groups.values()], lr=learning_rate, betas=betas, fused=fused)]
+        if groups:  # not so for adapters under Muon
+            fused = self.embed.weight.device.type in ("cuda", "cpu")
+            made.append(torch.optim.AdamW([*groups.values()], lr=learning_rate, betas=betas, fused=fused))
+        return made
 
     def num_params(self, active=False):
         """active: without the experts that a token does not pass"""
@@ -333,20 +335,22 @@ class GPT(nn.Module):
         gathered, since a mask then hides the others. The backward: twice that. Not counted: the experts that a token
         does not pass, what the tokens that skip would have cost, and gradients of weights that are frozen."""
         C, T = self.config.n_embd, self.config.block_size
-        modules = [m for m in self.modules() if m is not self.embed]
-        matrices = [p for m in modules for p in m.parameters(recurse=False) if p.ndim == 2]
-        weights, frozen = sum(p.numel() for p in matrices), sum(p.numel() for p in matrices if not p.requires_grad)
-        total = 2 * weights + self.config.n_layer * 2 * C * (T + 1)
+
+        def cost(modules):
+            matrices = [p for m in modules for p in m.parameters(recurse=False) if p.ndim == 2]
+            return sum(2 * p.numel() * (3 if p.requires_grad else 2) for p in matrices)
+
+        total = cost(m for m in self.modules() if m is not self.embed) + self.config.n_layer * 6 * C * (T + 1)
         for block in self.blocks:
-            idle = sum((1 - block.mlp.k / block.mlp.E) * w.weight.numel() for w in getattr(block.mlp, "stacks", ()))
-            mlp = sum(m.weight.numel() for m in block.mlp.modules() if isinstance(m, nn.Linear)) - idle
-            total -= 2 * idle
+            idle = (1 - block.mlp.k / block.mlp.E) * cost(block.mlp.stacks) if self.config.moe_experts else 0
+            total -= idle
             if block.mlp_router is not None:
-                total -= (1 - block.mlp_router.k / T) * 2 * mlp
+                mlp = cost(m for m in block.mlp.modules() if isinstance(m, nn.Linear)) - idle
+                total -= (1 - block.mlp_router.k / T) * mlp
             if block.attn_router is not None:  # keys and values are made for all
-                ran, attn = block.attn_router.k / T, block.attn.wq.weight.numel() + block.attn.wo.weight.numel()
-                total -= (1 - ran) * 2 * attn + 2 * C * (T + 1) - ran * 4 * C * T
-        return 3 * total - 2 * frozen
+                ran = block.attn_router.k / T
+                total -= (1 - ran) * cost((block.attn.wq, block.attn.wo)) + 6 * C * (T + 1) - ran * 12 * C * T
+        return total
 
 
 def settings_of_others(residual):

@@ -67,17 +67,22 @@ def grouped(runs, but=()):
     return groups
 
 
-def draw(axes, runs, curve, band=True, **style):
-    """One line a group of runs; curve: run -> (x, y). Groups of one mode have its colour and differ in their dashes."""
+def styled(runs):
+    """(label, runs, style) of each group: those of one mode have its colour and differ in their dashes"""
     seen = []
     for label, (residual, members) in grouped(runs).items():
+        dashes = ("-", "--", ":", "-.")[seen.count(residual) % 4]
+        seen.append(residual)
+        yield label, members, {"color": COLOURS.get(residual), "label": label, "lw": 1.5, "ls": dashes}
+
+
+def draw(axes, runs, curve, band=True, **style):
+    """One line a group of runs, their mean; curve: run -> (x, y)"""
+    for _, members, look in styled(runs):
         curves = [dict(zip(*curve(run))) for run in members]
         x = [x for x in curves[0] if all(x in other for other in curves)]  # where every seed has a point
         columns = [[y[at] for y in curves] for at in x]
-        dashes = ("-", "--", ":", "-.")[seen.count(residual) % 4]
-        look = {"color": COLOURS.get(residual), "label": label, "lw": 1.5, "ls": dashes} | style
-        seen.append(residual)
-        (line,) = axes.plot(x, [sum(c) / len(c) for c in columns], **look)
+        (line,) = axes.plot(x, [sum(c) / len(c) for c in columns], **(look | style))
         if band and len(members) > 1:
             low, high = [*map(min, columns)], [*map(max, columns)]
             axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
@@ -96,18 +101,19 @@ def losses_against(axes, runs, key, unit, label):
     def curve(loss):
         def points(run):
             steps = [r for r in steps_of(run) if r[loss] is not None]
-            return [round(r[key] / unit, 9) for r in steps], [r[loss] for r in steps]
+            return [r[key] / unit for r in steps], [r[loss] for r in steps]
 
         return points
 
-    if key != "seconds":  # no two seeds take the same time to a step
+    if key == "tokens":
         draw(axes, runs, curve("loss"), band=False, label=None, lw=0.6, alpha=0.5)
         draw(axes, runs, curve("val_loss"), marker="o", ms=3)
-    else:
-        for label_of, (residual, members) in grouped(runs).items():
+    else:  # of which no two seeds may need the same
+        for _, members, look in styled(runs):
             for i, run in enumerate(members):
-                style = {"color": COLOURS[residual], "marker": "o", "ms": 3, "lw": 1.2}
-                axes.plot(*curve("val_loss")(run), label=None if i else label_of, **style)
+                axes.plot(
+                    *curve("val_loss")(run), **(look | {"label": None if i else look["label"], "marker": "o", "ms": 3})
+                )
     axes.set(xlabel=label, ylabel="validation loss (nats a token)")
 
 
@@ -139,7 +145,11 @@ def target(axes, runs):
             error = [[mean - min(needed)], [max(needed) - mean]]
             hatch = None if side is axes else "//"
             side.bar(i + shift, mean, 0.38, yerr=error, color=COLOURS[residual], hatch=hatch, ec="white")
-    axes.set(xticks=range(len(groups)), xticklabels=[g.replace(", ", "\n") for g in groups], ylabel=f"million tokens to a loss of {goal:.3f}")
+    axes.set(
+        xticks=range(len(groups)),
+        xticklabels=[g.replace(", ", "\n") for g in groups],
+        ylabel=f"million tokens to a loss of {goal:.3f}",
+    )
     right.set(ylabel="minutes to it (hatched)")
     right.spines["right"].set_visible(True)
 
@@ -207,8 +217,9 @@ def dropped(axes, runs):
 
 def calibrated(axes, runs):
     def curve(run):
-        bins = read_eval(run, "depth")["calibration"]
-        return [round(x, 1) for x in bins["confidence"]], bins["accuracy"]
+        bins = read_eval(run, "depth")["calibration"]  # each is drawn at its centre, as far off the diagonal as it is
+        centres = [min(9, int(10 * c)) / 10 + 0.05 for c in bins["confidence"]]
+        return centres, [at + a - c for at, a, c in zip(centres, bins["accuracy"], bins["confidence"])]
 
     axes.plot([0, 1], [0, 1], color="0.7", lw=1)
     draw(axes, runs, curve, marker="o", ms=3)

@@ -440,10 +440,23 @@ def test_generate():
     out = generate.generate(model, idx[:1], 20, temperature=0, stop=stop)
     assert torch.equal(out, text[:1, : text[0, 4:].tolist().index(stop) + 5])
     assert len(list(generate.stream_tokens(model, idx, 5))) == 5
+    both = torch.cat([*generate.stream_tokens(model, idx[:1].expand(2, -1), 30, temperature=0, stop=stop)], 1)
+    assert both.size(1) == generate.CHECK and (both[:, text[0, 4:].tolist().index(stop) :] == stop).all()
     assert generate.generate(tiny(block_size=1), idx, 3).shape == (2, 7)
     for how in (dict(top_k=0), dict(top_p=0.0), dict(temperature=-1.0)):
         with pytest.raises(ValueError, match="top_k at least 1"):
             generate.generate(model, idx, 1, **how)
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(), dict(residual="bhyt"), dict(mod_on="both", mod_rate=0.3, moe_experts=4)], ids=str
+)
+def test_a_compiled_step_decodes_as_an_eager_one_and_is_compiled_once(changes):
+    model, idx = shaken(tiny(**changes)).eval(), some_ids(T=4)
+    torch._dynamo.reset()
+    expected = generate.generate(model, idx, 40, temperature=0)  # past the window
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(generate.generate(model, idx, 40, temperature=0, compile=True), expected)
 
 
 def test_sampling_follows_the_distribution():
@@ -1585,8 +1598,8 @@ def poison(monkeypatch, bad_calls):
     """Make the loss of these training forwards infinite."""
     calls, forward = itertools.count(), GPT.forward
 
-    def poisoned(self, idx, targets=None, cache=None):
-        logits, loss = forward(self, idx, targets, cache)
+    def poisoned(self, idx, targets=None):
+        logits, loss = forward(self, idx, targets)
         return logits, loss * math.inf if targets is not None and next(calls) in bad_calls else loss
 
     monkeypatch.setattr(GPT, "forward", poisoned)
@@ -1919,7 +1932,8 @@ def test_eval_reports_loss_depth_and_a_sample(data, two_runs, capsys):
     assert seen["norm and entropy"] == pytest.approx(np.corrcoef(pair)[0, 1], abs=1e-3)
     for argv, message in (
         (["--what=loss,dept"], "dept is not one of"), (["--checkpoint=x.pt"], "no such checkpoint"),
-        (["--data_dir=/nowhere"], "no prepared data"),
+        (["--data_dir=/nowhere"], "no prepared data"), (["--limit=3"], "limit=3 is for tasks"),
+        (["--what=depth", "--text=x"], "text='x' is for loss"),
     ):  # fmt: skip
         with pytest.raises(SystemExit, match=message):
             script("eval.py", f"--out_dir={two_runs / 'a'}", *argv)
@@ -2082,6 +2096,8 @@ def test_choices_score_as_one_by_one(residual):
     assert scores[-1][1]
     with pytest.raises(ValueError, match="33 tokens does not fit into block_size=32"):
         ask.score_choices(model, [([1], [2] * 33)], 1, 60, "cpu")
+    with pytest.raises(ValueError, match="a continuation of 0 tokens"):
+        ask.score_choices(model, [([1], [])], 1, 60, "cpu")
 
 
 CHOICES = [
@@ -2127,6 +2143,7 @@ def test_the_harness_gets_what_a_loop_would_compute(data, two_runs, tmp_path, ca
     lengths = [[len(choice) for choice in row["choices"]] for row in CHOICES]
     acc = np.mean([np.argmax(s) == 0 for s in scores])
     acc_norm = np.mean([np.argmax(np.divide(s, n)) == 0 for s, n in zip(scores, lengths)])
+    assert report["tiny_choice"]["acc_stderr,none"] >= 0
     assert report["tiny_choice"]["acc,none"] == acc and report["tiny_choice"]["acc_norm,none"] == acc_norm
     nats = [-score("", row["q"]) for row in CHOICES]
     per_byte = math.exp(sum(nats) / sum(len(row["q"]) for row in CHOICES))
@@ -2140,12 +2157,15 @@ def test_the_harness_gets_what_a_loop_would_compute(data, two_runs, tmp_path, ca
 
 def test_writing_stops_where_it_is_told(monkeypatch):
     encoding = prepare_c4.get_tokenizer("bytes")
-    script_of = iter(b"so it is.\nQ: more")
-    monkeypatch.setattr(ask, "stream_tokens", lambda *a, **k: (torch.tensor([[t]]) for t in script_of))
+    asked, script_of = [], b"so it is.\nQ: more"
+    monkeypatch.setattr(
+        ask, "stream_tokens", lambda *a, **k: asked.append(a) or (torch.tensor([[t]]) for t in script_of)
+    )
     model = SimpleNamespace(config=SimpleNamespace(block_size=32))
-    assert ask.generate_until(model, encoding, "x", {"until": ["Q:", "\n"]}, "cpu") == "so it is."
+    assert ask.write_until(model, encoding, "x" * 99, ["Q:", "\n"], 256, 0.0, "cpu") == "so it is."
+    assert len(asked.pop()[1][0]) == 16  # of the context half a window stays
     monkeypatch.setattr(ask, "stream_tokens", lambda *a, **k: (torch.tensor([[t]]) for t in [97, 98, 256]))
-    assert ask.generate_until(model, encoding, "x", {"until": ["Q:"]}, "cpu") == "ab"
+    assert ask.write_until(model, encoding, "x", ["Q:"], 9, 0.0, "cpu") == "ab"
 
 
 def test_tasks_without_the_harness_say_how_to_get_it(two_runs, monkeypatch):
@@ -2221,7 +2241,7 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
     short = lora.Conversations(
         path, "train", encoding, 40
     )  # what is too long is cut, if something of an answer is left
-    assert short.cut and all((short[i][1] >= 0).any() for i in range(len(short)))
+    assert 0 < short.cut <= short.kept and all((short[i][1] >= 0).any() for i in range(len(short)))
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(SystemExit, match="record 0 is not"):
         lora.Conversations(tmp_path / "bad.jsonl", "train", encoding, 64)
@@ -2262,17 +2282,17 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, two_r
     subprocess.run([sys.executable, "lora.py", tmp_path / "lora" / "ckpt.pt", tmp_path / "m.pt"], cwd=HERE, check=True)
     whole = ask.load(tmp_path / "m.pt")[1]
     assert torch.equal(whole(some_ids())[0], model(some_ids())[0])
-    train(data, tmp_path / "more", *argv[:-1], f"--init_from={tmp_path / 'm.pt'}", "--max_iters=2")
+    train(data, tmp_path / "more", *argv[:5], f"--init_from={tmp_path / 'm.pt'}", "--max_iters=2")
     shutil.copytree(tmp_path / "lora", tmp_path / "again")
     shutil.copy(tmp_path / "again" / "ckpt_000010.pt", tmp_path / "again" / "ckpt.pt")
     train(data, tmp_path / "again", *argv[:-1], "--lora_rank=4", "--init_from=resume")
     assert_same(checkpoint(tmp_path / "again")["model"], checkpoint(tmp_path / "lora")["model"])
-    train(data, tmp_path / "full", *argv)
+    train(data, tmp_path / "full", *argv[:5], argv[-1])
     assert records(tmp_path / "full")[-1]["val_loss"] < log[0]["val_loss"] - 0.2
     for more, message in (
         (["--init_from=resume", "--lora_rank=3"], "was trained with .*'rank': 4.*, not with .*'rank': 3"),
         (["--init_from=scratch", "--lora_rank=4"], "lora_rank=4 adapts a model that is there"),
-        ([f"--init_from={tmp_path / 'lora' / 'ckpt.pt'}"], "holds adapters: merge them first"),
+        ([f"--init_from={tmp_path / 'lora' / 'ckpt.pt'}", "--lora_rank=4"], "holds adapters: merge them first"),
         ([f"--init_from={base}", "--lora_rank=4", "--lora_targets=head"], "'head' is not one of"),
     ):
         out = tmp_path / ("lora" if "resume" in more[0] else "none")
@@ -2284,14 +2304,46 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, two_r
     os.rename(str(base) + "x", base)
 
 
+@pytest.mark.parametrize(
+    "changes", [dict(), dict(moe_experts=8, moe_shared=32), dict(mod_on="both", mod_rate=0.8)], ids=str
+)
+def test_frozen_weights_save_their_own_gradient_and_no_more(changes):
+    model = tiny(**changes)
+    dense = model.flops_per_token()
+    model.requires_grad_(False)
+    assert model.flops_per_token() < dense * 0.8
+    assert 2 * dense / 3 <= model.flops_per_token()  # attention's scores have gradients in any case
+    model.blocks[0].attn.wk.requires_grad_()
+    frozen = tiny(**changes).requires_grad_(False).flops_per_token()
+    assert model.flops_per_token() - frozen == 2 * 32 * 32
+
+
+def test_muon_gradient_norms_and_flops_budgets_go_with_adapters(data, two_runs, tmp_path):
+    argv = [f"--init_from={two_runs / 'a' / 'ckpt.pt'}", "--lora_rank=4", "--optimizer=muon", "--log_grad_norms=True"]
+    train(data, tmp_path, *argv, "--flops_budget=1e8", "--eval_interval=1")
+    log, path = records(tmp_path), write_conversations(tmp_path / "c.jsonl")
+    header = json.loads(open(tmp_path / "log.jsonl").readline())["run"]
+    assert log[-1]["step"] == header["max_iters"] == math.ceil(1e8 / header["flops_per_step"])
+    assert all(name.endswith((".A", ".B")) for name in log[-1]["grad_norms"])
+    for more, message in (
+        (f"--sft_data={path}", "was trained with sft_data=None"), ("--lora_dropout=0.5", "was trained with .*dropout"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit, match=message):
+            train(data, tmp_path, *argv[1:], "--init_from=resume", more)
+    with pytest.raises(SystemExit, match="need lora_rank above 0"):
+        train(data, tmp_path / "x", "--lora_dropout=0.5")
+
+
 def test_fine_tuning_over_two_ranks_is_that_of_one(data, two_runs, tmp_path):
     argv = [f"--sft_data={write_conversations(tmp_path / 'c.jsonl')}", f"--init_from={two_runs / 'a' / 'ckpt.pt'}"]
-    argv += ["--lora_rank=4", "--batch_size=1", "--gradient_accumulation_steps=2", "--learning_rate=1e-2"]
-    train(data, tmp_path / "one", *argv)
-    process = start(data, tmp_path / "two", *argv, ranks=2)
+    argv += ["--lora_rank=4", "--learning_rate=1e-2", "--total_batch_tokens=64"]
+    train(data, tmp_path / "one", *argv, "--batch_size=2")
+    train(data, tmp_path / "accumulated", *argv, "--batch_size=1")  # rows count by their answers
+    process = start(data, tmp_path / "two", *argv, "--batch_size=1", ranks=2)
     output = process.communicate()[0]
     assert process.returncode == 0, output
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+    for other in ("accumulated", "two"):
+        assert losses(tmp_path / other) == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
 
 
 def test_every_eval_setting_for_samples_matters(data, two_runs):
@@ -2493,6 +2545,7 @@ def test_files_functions_and_lines_stay_short():
         "prepare_c4.py": 420,
         "eval.py": 430,
         "depth.py": 300,
+        "lora.py": 220,
         "plot.py": 380,
         "test_all.py": 2900,
     }

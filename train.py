@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, fields
+from itertools import repeat
 
 import torch
 import torch.distributed as dist
@@ -170,13 +171,12 @@ if sft_data is not None:
 loader = Loader(train_windows, batch_size, micro_steps, seed, rank, world, device)
 
 flops_per_step = expected_flops = tokens_per_step * model.flops_per_token()
-if flops_budget is not None:
-    max_iters = math.ceil(flops_budget / expected_flops)
-
 ckpt_path, log_path = os.path.join(out_dir, "ckpt.pt"), os.path.join(out_dir, "log.jsonl")
 if init_from == "auto":
     init_from = "resume" if os.path.exists(ckpt_path) else "scratch"
 step, flops, bad_steps, best_val_loss, saved, adapters = 0, 0.0, 0, math.inf, None, None
+if not lora_rank and (lora_alpha, lora_dropout, lora_targets) != (16.0, 0.0, "wq,wk,wv,wo"):
+    fail("lora_alpha, lora_dropout and lora_targets need lora_rank above 0")
 if lora_rank and (shard == "fsdp" or init_from == "scratch"):
     fail(f"lora_rank={lora_rank} adapts a model that is there: give init_from a checkpoint, and shard='none'")
 if init_from != "resume" and (os.path.exists(ckpt_path) or os.path.exists(log_path)):
@@ -192,8 +192,8 @@ if init_from != "scratch":
     free = {"dropout", "init", "init_scale", "init_out"} | (set() if init_from == "resume" else {"block_size"})
     now, then = asdict(config), asdict(GPTConfig()) | saved["config"]  # as old a checkpoint as it may be
     if init_from == "resume":  # what decides which data comes next, and what the optimizer remembers, has to stay
-        now |= {"seed": seed, "optimizer": optimizer, "tokens_per_step": tokens_per_step}
-        then = {**then, **saved["settings"], "tokens_per_step": saved["tokens_per_step"]}
+        now |= {"seed": seed, "optimizer": optimizer, "tokens_per_step": tokens_per_step, "sft_data": sft_data}
+        then = {**then, "sft_data": None, **saved["settings"], "tokens_per_step": saved["tokens_per_step"]}
     differs = [f"{k}={then[k]!r}, not {v!r}" for k, v in now.items() if v != then[k] and k not in free]
     if differs:
         fail(f"{path} was trained with {'; '.join(differs)}")
@@ -215,7 +215,11 @@ if init_from != "scratch":
     flops_per_step = tokens_per_step * model.flops_per_token()
     if init_from == "resume":
         step, bad_steps, best_val_loss = saved["step"], saved["bad_steps"], saved["best_val_loss"]
-        flops = saved["flops"]
+        flops, expected_flops = saved["flops"], saved.get("expected_flops", expected_flops)
+    elif lora_rank:
+        expected_flops = flops_per_step
+if flops_budget is not None:
+    max_iters = math.ceil(flops_budget / expected_flops)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Over the ranks, and compiled
@@ -310,7 +314,7 @@ def save(name):
         "model": whole(lora.trained(model)), "optimizers": [whole(opt.state_dict()["state"]) for opt in optimizers],
         "config": asdict(config), "settings": settings, "meta": meta,
         "step": step, "tokens_per_step": tokens_per_step, "bad_steps": bad_steps, "best_val_loss": best_val_loss,
-        "flops": flops, "lora": adapters,
+        "flops": flops, "expected_flops": expected_flops, "lora": adapters,
     }  # fmt: skip
     for at, router in ((at, m) for at, m in model.named_modules() if isinstance(m, mod.Router)):  # of all ranks
         fresh = router.fresh.clone()
@@ -385,6 +389,10 @@ if main:
             file.write("".join(line for line in lines if json.loads(line).get("step", -1) <= (step or -1)).encode())
     echo(settings)
     print("parameters: " + ", ".join(f"{count:,} {group}" for group, count in header["params"].items()))
+    for split, rows in (("train", train_windows), ("val", val_windows)) if sft_data is not None else ():
+        print(
+            f"{split}: {rows.kept} conversations in {len(rows)} rows, {rows.cut} of them cut; {rows.dropped} too long"
+        )
     print(f"{device_name}, {dtype}, compile={compile}; {max_iters} steps of {flops_per_step:.3g} FLOPs and")
     print(f"{tokens_per_step} tokens = {world} ranks x {micro_steps} micro-steps x {batch_size} x {config.block_size}")
     if wandb_log:
@@ -418,7 +426,8 @@ def validate():
         if sft_data is not None:  # val_loss is that of answers; this is what fine-tuning forgets
             seen["pretraining_loss"] = evaluate(model, pretraining, eval_tokens, batch_size, device, rank, world)
         if config.residual == "nag":
-            x, *_ = next(eval_batches(val_windows, count_windows(val_windows, eval_tokens), batch_size, device))
+            windows = val_windows if sft_data is None else pretraining
+            x, _ = next(eval_batches(windows, count_windows(windows, eval_tokens), batch_size, device))
             seen["gates"] = gate_health(model, x)
             if main and step >= alpha_warmup_iters and seen["gates"]["dead"] > 0.1 * 2 * config.n_layer:
                 print(f"warning: {seen['gates']['dead']} of {2 * config.n_layer} sublayers turn next to nothing")
@@ -462,17 +471,21 @@ while not finished() and not stopped:
             model.refresh()
     torch.manual_seed(hash((seed, step, rank)))  # dropout too is a function of the step: no state to save
     status = torch.zeros(2, device=device)  # the loss, and whether this rank was told to stop
-    for micro in range(micro_steps):
+    batches, shares = (loader.batch(step, micro) for micro in range(micro_steps)), repeat(1 / micro_steps)
+    if sft_data is not None:  # a micro-step counts by its answers
+        batches = [*batches]
+        shares = lora.shares_of(batches, world)
+    for micro, (batch, share) in enumerate(zip(batches, shares)):
         sync_gradients(micro == micro_steps - 1)
-        batch = loader.batch(step, micro)
         with autocast:
-            loss = net(*batch)[1] / micro_steps
+            loss = net(*batch)[1] * share
         loss.backward()
         status[0] += loss.detach()
     status[1] = stopping
     if world > 1:
         dist.all_reduce(status)
-    norms = {n: gathered(p.grad.norm()) for n, p in model.named_parameters()} if log_grad_norms else {}
+    named = [(n, p) for n, p in model.named_parameters() if log_grad_norms and p.requires_grad]
+    norms = {n: gathered(p.grad.norm()) for n, p in named}
     norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
     loss, stopped, norm = torch.cat((status / world, norm.view(1))).tolist()  # a step's one wait for the device
     good = math.isfinite(loss) and math.isfinite(norm)

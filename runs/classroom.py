@@ -97,9 +97,9 @@ def train(model, loss_of, data, learning_rate):
 def verdict(losses):
     """explosion: not finite, or 50 steps without one better than chance; plateau: the second half brought next to
     nothing; spiky: a tenth of the steps was worse than the one before; else smooth"""
-    tenths = [sum(part) / len(part) for part in np.array_split(losses, 10)]
     if len(losses) < steps or not min(losses[:50]) < math.log(257):
         return "explosion"
+    tenths = [np.mean(part) for part in np.array_split(losses, 10)]
     if tenths[5] - tenths[9] < 0.1:
         return "plateau"
     return "smooth" if max(after - before for before, after in zip(tenths, tenths[1:])) < 0.1 else "spiky"
