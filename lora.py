@@ -115,6 +115,21 @@ def load_state(model, state):
         raise SystemExit(f"these adapters do not fit the model of {how['base']}")
 
 
+def begin(model, state, path, resume, how):
+    """Load the checkpoint at path and, if rank is above 0, train adapters: those that it has when resuming, else new
+    ones. Returns what a checkpoint says of them, None where there are none."""
+    load_state(model, state)
+    old = state.get("lora")
+    if resume and how != {k: v for k, v in (old or how | {"rank": 0}).items() if k in how}:
+        raise ValueError(f"{path} was trained with {old or 'no adapters'}, not with {how}")
+    if resume or not (old or how["rank"]):
+        return old
+    if old:
+        raise ValueError(f"{path} holds adapters: merge them first with python lora.py {path} TO")
+    adapt(model, **how)
+    return how | {"base": os.path.abspath(path), "sha256": digest(path)}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Conversations
 

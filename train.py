@@ -199,19 +199,11 @@ if init_from != "scratch":
         fail(f"{path} was trained with {'; '.join(differs)}")
     if saved["meta"]["tokenizer_sha256"] != meta["tokenizer_sha256"]:
         fail(f"{path} was trained on another tokenizer than that of {data_dir}")
-    lora.load_state(model, saved)
     how = {"rank": lora_rank, "alpha": lora_alpha, "dropout": lora_dropout, "targets": lora_targets}
-    adapters = saved.get("lora")
-    if init_from == "resume" and how != {k: v for k, v in (adapters or how | {"rank": 0}).items() if k in how}:
-        fail(f"{path} was trained with {adapters or 'no adapters'}, not with {how}")
-    if init_from != "resume" and adapters:
-        fail(f"{path} holds adapters: merge them first with python lora.py {path} TO")
-    if init_from != "resume" and lora_rank:
-        try:
-            lora.adapt(model, **how)
-        except ValueError as error:
-            fail(error)
-        adapters = how | {"base": os.path.abspath(path), "sha256": lora.digest(path)}
+    try:
+        adapters = lora.begin(model, saved, path, init_from == "resume", how)
+    except ValueError as error:
+        fail(error)
     flops_per_step = tokens_per_step * model.flops_per_token()
     if init_from == "resume":
         step, bad_steps, best_val_loss = saved["step"], saved["bad_steps"], saved["best_val_loss"]
