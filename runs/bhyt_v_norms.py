@@ -2,7 +2,7 @@
 BHyT among the norms, 16 blocks of width 128 on the embedded corpus, 250 steps of 2048 bytes.
 
     python runs/bhyt_v_norms.py table       seven modes, the best learning rate of each with three seeds
-    python runs/bhyt_v_norms.py refresh     c refreshed every step, every 100 steps, never
+    python runs/bhyt_v_norms.py refresh     c refreshed every step, every 100 steps, never, and computed otherwise
     python runs/bhyt_v_norms.py stability   DyT, BHyT and RMSNorm over a factor of 30 in the learning rate
 """
 
@@ -13,7 +13,7 @@ from sweep import sweep, table
 COMMON = ["config/bhyt_16x128.py", "--device=cpu", "--save_interval=100", "--log_interval=10", "--eval_tokens=65536"]
 LOOK = ["--what=depth", "--depth_tokens=4096", "--batch_size=8"]
 MODES = ["prenorm", "prenorm_approx", "bhyt", "bhyt_exact", "perinorm", "lns", "dyt"]
-BHYT = {"paper": [], "gain_aware": ["--bhyt_gain_aware=True"], "causal": ["--bhyt_causal=True"]}
+BHYT = {"gain_aware": ["--bhyt_gain_aware=True"], "causal": ["--bhyt_causal=True"]}
 
 jobs = {
     "table": lambda: sweep(
