@@ -1,12 +1,23 @@
 """
-The stopwatch: candidates side by side in one process, in rotating order, as medians, quartiles and ratios.
+The stopwatch: candidates side by side in one process, in rotating order, as medians, quartiles and ratios to the first.
 
-    python bench.py --what=train --n_layer=6 --n_head=6 --n_embd=384 --batch_size=16
-    python bench.py --what=modes --modes=prenorm,nag --n_layer=12 --n_head=8 --n_embd=512 --block_size=512
-    python bench.py --what=data
+    python bench.py --quick=True                                        everything but data, small, in two minutes
+    python bench.py --what=train --modes=prenorm,nag,bhyt --n_layer=12 --n_head=8 --n_embd=512 --block_size=512
+    python bench.py --what=forward,residual --modes=prenorm,prenorm,nag      a mode against itself shows the noise
+
+    forward    one block of each mode, the forward alone
+    residual   what two sublayers do besides attention and MLP: read and write, forward and backward
+    train      a training step of each mode
+    recipe     a training step as train.py does it by default, and what each part of that brings against plain float32
+    memory     what a training step keeps for the backward, and the peak, with all that spends less of it
+    generate   reading a prompt, and decoding with a cache, against the time to read the weights once a token
+    mod        a forward and a training step by the share of tokens that skip, beside the FLOPs that are executed
+    data       prepare_c4.py's processes against the bare tokenizer
 """
 
 import os
+import platform
+import resource
 import statistics
 import sys
 import time
@@ -16,105 +27,301 @@ from multiprocessing import get_context
 
 import torch
 
+import bhyt
 from configurator import configure
+from generate import KVCache, next_token
 from model import GPT, GPTConfig, settings_of_others
-from prepare_c4 import Loader, Windows, batches, get_tokenizer, in_order, list_files, start_worker, write_json
+from norms import Stream, pick
+from prepare_c4 import batches, get_tokenizer, in_order, list_files, start_worker, write_json
 
-what = "train"  # which part: train, a training step against float32; modes, one of each mode; data, the tokenizer
-modes = "prenorm,nag"  # modes: the residual modes to compare, separated by commas, with the first
-data_dir = "data/python"  # shards to train on
-batch_size = 8  # sequences a step
+what = "forward,residual,train,memory,generate,mod"  # parts, separated by commas
+modes = "prenorm,nag,bhyt"  # residual modes to compare with the first, separated by commas
+batch_size = 8  # sequences
+rates = "0,0.2,0.4,0.6"  # mod: shares of tokens that skip
+prompt_tokens = 512  # generate: length of the prompt
+new_tokens = "128,512"  # generate: tokens decoded behind it
+batches_of = "1,32"  # generate: sequences at once
 tokenizer = "bytes"  # data: the tokenizer to measure, as in prepare_c4.py
 megabytes = 10  # data: about so much text
 rounds = 7  # timed rounds, after two that are not
+quick = False  # a small shape, few rounds: does everything run, and about how fast?
+dtype = "bfloat16"  # autocast, and the stream of the part residual: bfloat16 or float32
+device = "cpu"  # cpu, cuda, cuda:1, ...
 out = "bench.json"  # where the figures go
 
 
-def candidate(config, bfloat16, compile, fused):
-    """A function that does one training step on the CPU"""
-    torch.manual_seed(0)
-    model = GPT(config)
-    if compile:
-        model.compile_blocks()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
-
-    def step(x, y):
-        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-            loss = model(x, y)[1]
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
+def sync():
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
 
 
-def race(steps, rows):
-    """Seconds of each step, all of them in every round, each round beginning with another"""
-    names, times = list(steps), {name: [] for name in steps}
-    for turn, batch in enumerate(rows):
+def seconds(run):
+    sync()
+    began = time.perf_counter()
+    run()
+    sync()
+    return time.perf_counter() - began
+
+
+def race(candidates):
+    """Seconds of each candidate, all of them in every round, each round beginning with another"""
+    names, times = list(candidates), {name: [] for name in candidates}
+    for turn in range(rounds + 2):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            began = time.perf_counter()
-            steps[name](*batch)
-            times[name].append(time.perf_counter() - began)
+            times[name].append(seconds(candidates[name]))
     return {name: t[2:] for name, t in times.items()}
 
 
-def training_batches(config):
-    """A batch for each round, and what loading one takes, here and now and not ahead in another thread"""
-    loader = Loader(Windows(data_dir, "train", config.block_size), batch_size, 1, seed=1)
-    rows, loads = [], []
-    for step in range(rounds + 2):
-        began = time.perf_counter()
-        rows.append(loader.fetch(step, 0))
-        loads.append(time.perf_counter() - began)
-    return rows, statistics.median(loads)
-
-
-def compare(steps, rows, flops):
-    """Times of each step and its ratio to the first, round by round"""
-    times, report, first = race(steps, rows), {}, next(iter(steps))
-    print(f"{'step':<20} {'median':>9} {'quartiles':>21} {'GFLOP/s':>8}  time v. {first}")
+def compare(title, candidates, notes=None):
+    """Print and return the times of each candidate and their ratio to the first's, round by round."""
+    times, report, first = race(candidates), {}, next(iter(candidates))
+    print(f"\n{title:<28} {'median':>10} {'quartiles':>21}  time v. {first}")
     for name, t in times.items():
         low, median, high = statistics.quantiles(t, n=4)
         ratios = statistics.quantiles((a / b for a, b in zip(t, times[first])), n=4)
-        spread = f"{low * 1e3:.0f} - {high * 1e3:.0f} ms"
         print(
-            f"{name:<20} {median * 1e3:>6.0f} ms {spread:>21} {flops[name] / median / 1e9:>8.0f}"
-            f"  {ratios[1]:.3f}x ({ratios[0]:.3f} - {ratios[2]:.3f})"
+            f"{name:<28} {median * 1e3:>7.2f} ms {f'{low * 1e3:.2f} - {high * 1e3:.2f} ms':>21}"
+            f"  {ratios[1]:.3f}x ({ratios[0]:.3f} - {ratios[2]:.3f})  {notes(name, median) if notes else ''}"
         )
         report[name] = {"seconds": t, "median": median, "quartiles": [low, high], "ratio": ratios}
     return report
 
 
-def train(settings):
-    """A training step as train.py does it by default, and what each part of that brings, against plain float32"""
-    config = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
-    rows, loading = training_batches(config)
-    steps = {
-        "float32": candidate(config, bfloat16=False, compile=False, fused=False),
-        "bfloat16, fused": candidate(config, bfloat16=True, compile=False, fused=True),
-        "and compiled": candidate(config, bfloat16=True, compile=True, fused=True),
+def floors():
+    """Bytes a second that a copy moves, reading and writing, and FLOPs a second of a large matrix product"""
+    kind = getattr(torch, dtype)
+    x = torch.ones(1 << (24 if quick else 27), dtype=torch.uint8, device=device)
+    y, n = torch.empty_like(x), 1024 if quick else 2048
+    a, b = (torch.randn(n, n, device=device).to(kind) for _ in "ab")
+    copy = min(seconds(lambda: y.copy_(x)) for _ in range(rounds + 2))
+    matmul = min(seconds(lambda: a @ b) for _ in range(rounds + 2))
+    return 2 * x.numel() / copy, 2 * n**3 / matmul
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is compared
+
+
+def configs(settings):
+    """{name: the configuration of each mode}, the same mode twice under two names"""
+    base, made = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)}), {}
+    for mode in modes.split(","):
+        made[mode + " again" * (mode in made)] = replace(base, residual=mode, **settings_of_others(mode))
+    return made
+
+
+def autocast(on=None):
+    return torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == "bfloat16" if on is None else on)
+
+
+def tokens(config, rows):
+    return torch.randint(config.vocab_size, (rows, config.block_size), device=device)
+
+
+def stepper(config, bfloat16=None, compile=True, fused=True, **spend):
+    """A function that does one training step, and its model"""
+    torch.manual_seed(0)
+    model = GPT(config).to(device)
+    for key, value in spend.items():
+        setattr(model, key, value)
+    if compile:
+        model.compile_blocks()
+    optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused), tokens(config, batch_size)
+
+    def step():
+        with autocast(bfloat16):
+            loss = model(x, x)[1]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step, model
+
+
+def of_matmul(model, config, rate, training=True):
+    flops = batch_size * config.block_size * model.flops_per_token() * (1 if training else 1 / 3)
+    return lambda median: f"{flops / median / rate:.0%} of the matrix rate"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parts
+
+
+def forward(settings, copy, matmul):
+    """Time a block, and how much of it is matrix products"""
+    runs, notes = {}, {}
+    for name, config in configs(settings).items():
+        torch.manual_seed(0)
+        model = GPT(replace(config, n_layer=1)).to(device).eval()
+        block, rope = torch.compile(model.blocks[0]), (model.cos, model.sin)
+        e = model.embed(tokens(config, batch_size)).detach()
+        stream = model.ends.embed(e)._replace(at=torch.arange(config.block_size, device=device)[:, None])
+
+        @torch.no_grad()
+        def run(block=block, stream=stream, rope=rope):
+            with autocast():
+                block(stream, rope)
+
+        head = 2 * 3 * config.n_embd * config.vocab_size
+        flops = batch_size * config.block_size * (model.flops_per_token() - head) / 3
+        runs[name], notes[name] = run, flops / matmul
+    return compare("forward, one block", runs, lambda name, t: f"{notes[name] / t:.0%} of the matrix rate")
+
+
+def residual(settings, copy, matmul):
+    """Both sublayers of a block without what they compute, forward and backward"""
+    kinds, runs = configs(settings), {}
+    if "nag" in kinds:
+        kinds["nag, no modulator"] = replace(kinds["nag"], nag_directions=0)
+    shape = (batch_size, next(iter(kinds.values())).block_size, next(iter(kinds.values())).n_embd)
+    for name, config in kinds.items():
+        block = GPT(replace(config, n_layer=1)).to(device).blocks[0]
+        x, f1, f2 = (torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(3))
+        grads = [torch.randn_like(x) for _ in range(3)]
+        lane = torch.zeros(*shape[:2], 1, device=device) if config.residual == "nag" else None
+        at = torch.arange(shape[1], device=device)[:, None]
+
+        @torch.compile
+        def both(x, f1, f2, block=block, lane=lane, at=at):
+            h1, stream = block.attn_residual.read(Stream(x, lane, at))
+            h2, stream = block.mlp_residual.read(block.attn_residual.write(stream, f1))
+            return h1, h2, block.mlp_residual.write(stream, f2).x
+
+        def run(both=both, inputs=(x, f1, f2), grads=grads, nag=config.residual == "nag"):
+            with autocast():
+                outputs = both(*inputs)
+            pairs = [*zip(outputs, grads)][2 * nag :]  # what NAG reads is the stream itself
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            for x in inputs:
+                x.grad = None
+
+        runs[name] = run
+    floor = 2 * 8 * x.numel() * x.element_size() / copy  # each way: two read and two written, of which NAG has its own
+    return compare("residual alone, one block", runs, lambda name, t: f"{floor / t:.0%} of the copy rate")
+
+
+def train(settings, copy, matmul):
+    runs, notes = {}, {}
+    for name, config in configs(settings).items():
+        runs[name], model = stepper(config)
+        notes[name] = of_matmul(model, config, matmul)
+    return compare("training step", runs, lambda name, t: notes[name](t))
+
+
+def recipe(settings, copy, matmul):
+    config = next(iter(configs(settings).values()))
+    how = {
+        "float32": dict(bfloat16=False, compile=False, fused=False),
+        "bfloat16, fused": dict(bfloat16=True, compile=False),
+        "and compiled": dict(bfloat16=True),
     }
-    flops = batch_size * config.block_size * GPT(config).flops_per_token()
-    report = compare(steps, rows, dict.fromkeys(steps, flops))
-    share = loading / min(times["median"] for times in report.values())
-    print(f"loader: {loading * 1e3:.2f} ms a batch, {share:.2%} of the fastest step")
-    return report | {"loader_s": loading}
+    return compare("training step", {name: stepper(config, **options)[0] for name, options in how.items()})
 
 
-def each_mode(settings):
-    """A training step of every mode at the same shape, each as train.py does it by default"""
-    base = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
-    configs = {mode: replace(base, residual=mode, **settings_of_others(mode)) for mode in modes.split(",")}
-    steps = {mode: candidate(config, bfloat16=True, compile=True, fused=True) for mode, config in configs.items()}
-    flops = {mode: batch_size * base.block_size * GPT(config).flops_per_token() for mode, config in configs.items()}
-    return compare(steps, training_batches(base)[0], flops)
+def kept(config, spend, device_, dtype_):
+    """Bytes that the forward of a training step keeps, and the peak of the step, in a process of its own"""
+    globals().update(device=device_, dtype=dtype_)
+    step, model = stepper(config, compile=False, **spend)
+    bytes_of, x = {}, tokens(config, batch_size)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in own:
+            bytes_of[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast():
+        loss = model(x, x)[1]
+    del loss
+    step()
+    if device.startswith("cuda"):
+        return sum(bytes_of.values()), torch.cuda.max_memory_allocated()
+    return sum(bytes_of.values()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def data(settings):
+def memory(settings, copy, matmul):
+    """Eager, since a compiled block hides what it keeps"""
+    options = {"": {}, ", chunked loss": {"loss_chunk": 1024}, ", recompute": {"recompute": True}}
+    options[", both"] = options[", chunked loss"] | options[", recompute"]
+    report = {}
+    print(f"\n{'a training step':<28} {'kept':>10} {'peak':>10}")
+    for name, config in configs(settings).items():
+        for more, spend in options.items():
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                stays, peak = pool.submit(kept, config, spend, device, dtype).result()
+            report[name + more] = {"kept": stays, "peak": peak, "kept a layer": stays / config.n_layer}
+            print(f"{name + more:<28} {stays / 2**20:>6.0f} MiB {peak / 2**20:>6.0f} MiB")
+    return report
+
+
+def generate(settings, copy, matmul):
+    """Greedy decoding with one compiled step, weights in dtype; the floor: each weight once from memory for a token"""
+    report, longest = {}, prompt_tokens + max(map(int, new_tokens.split(",")))
+    for rows in map(int, batches_of.split(",")):
+        runs, notes = {}, {}
+        for name, config in configs(settings).items():
+            torch.manual_seed(0)
+            model = GPT(replace(config, block_size=longest)).to(device).to(getattr(torch, dtype)).eval()
+            if config.residual in ("bhyt", "bhyt_exact"):
+                bhyt.fold(model)
+            prompt = torch.randint(config.vocab_size, (rows, prompt_tokens), device=device)
+            graphs = {"mode": "reduce-overhead"} if device.startswith("cuda") else {}
+            step = torch.compile(next_token, fullgraph=True, dynamic=False, **graphs)
+            weights = sum(p.numel() * p.element_size() for p in model.parameters())
+            for new in map(int, new_tokens.split(",")):
+
+                @torch.no_grad()
+                def run(model=model, prompt=prompt, step=step, new=new):
+                    cache = KVCache(model, rows, longest)
+                    token = next_token(model, prompt, cache, 0, None, None, None)
+                    for _ in range(new):
+                        token = step(model, token, cache, 0, None, None, None).clone()
+
+                key = f"{name}, {new} new, {rows} at once"
+                runs[key], notes[key] = (
+                    run,
+                    (new * rows, new * weights / copy * 2),
+                )  # a copy reads half of what it moves
+
+            @torch.no_grad()
+            def read(model=model, prompt=prompt):
+                next_token(model, prompt, KVCache(model, rows, longest), 0, None, None, None)
+
+            key = f"{name}, prompt, {rows} at once"
+            runs[key], notes[key] = read, (rows * prompt_tokens, None)
+
+        def note(key, t, notes=notes):
+            n, floor = notes[key]
+            return f"{n / t:.0f} tokens/s" + ("" if floor is None else f", {floor / t:.0%} of reading the weights")
+
+        report |= compare("generation", runs, note)
+    return report
+
+
+def mod(settings, copy, matmul):
+    """Training's rule, gathered, since that is what saves time when compiled"""
+    config, report = next(iter(configs(settings).values())), {}
+    forwards, steps, executed = {}, {}, {}
+    for rate in map(float, rates.split(",")):
+        on = dict(mod_on="both", mod_rate=rate, mod_router="nag" if config.residual == "nag" else "learned")
+        step, model = stepper(replace(config, **on) if rate else config)
+        x = tokens(config, batch_size)
+
+        @torch.no_grad()
+        def run(model=model, x=x):
+            with autocast():
+                model(x)
+
+        name = f"rate {rate:g}"
+        forwards[name], steps[name], executed[name] = run, step, model.flops_per_token()
+    share = lambda name, t: f"{executed[name] / executed[next(iter(executed))]:.3f} of the FLOPs"
+    report |= {f"forward, {k}": v for k, v in compare("forward", forwards, share).items()}
+    return report | {f"step, {k}": v for k, v in compare("training step", steps, share).items()}
+
+
+def data(settings, copy, matmul):
     """Tokens a second of prepare_c4.py's processes together, against cores x one thread of the bare tokenizer"""
     files, cores = list_files("python")[0][: megabytes * 60], os.cpu_count()
     jobs = list(batches(files, lambda text: True, (0, 0)))
@@ -122,31 +329,46 @@ def data(settings):
     encoding, report = get_tokenizer(tokenizer), {}
     with ProcessPoolExecutor(cores, get_context("spawn"), start_worker, (tokenizer,)) as pool:
         list(in_order(pool, jobs[: 2 * cores], 4 * cores))  # the processes are up
-        for turn in range(rounds):
+        for _ in range(rounds):
             began = time.perf_counter()
-            tokens = sum(map(len, encoding.encode_ordinary_batch(texts, num_threads=1)))
-            report.setdefault("bare", []).append(tokens / (time.perf_counter() - began))
+            count = sum(map(len, encoding.encode_ordinary_batch(texts, num_threads=1)))
+            report.setdefault("bare", []).append(count / (time.perf_counter() - began))
             began = time.perf_counter()
-            tokens = sum(len(ids) for results in in_order(pool, jobs, 4 * cores) for _, _, ids in results)
-            report.setdefault("prepare", []).append(tokens / (time.perf_counter() - began))
+            count = sum(len(ids) for results in in_order(pool, jobs, 4 * cores) for _, _, ids in results)
+            report.setdefault("prepare", []).append(count / (time.perf_counter() - began))
     bare, ours = (statistics.median(report[k]) for k in ("bare", "prepare"))
     share = f"{ours / bare / cores:.0%} of {cores} x the bare rate"
     print(f"bare tokenizer, one thread: {bare / 1e6:.2f} M tokens/s; {cores} processes: {ours / 1e6:.2f}, {share}")
     return report
 
 
+PARTS = {part.__name__: part for part in (forward, residual, train, recipe, memory, generate, mod, data)}
+QUICK = dict(rounds=3, batch_size=2, rates="0,0.4", prompt_tokens=64, new_tokens="32", batches_of="1", megabytes=1)
+
+
 def main():
     settings = configure(globals(), GPTConfig, argv=sys.argv[1:])
-    parts = {"train": train, "modes": each_mode, "data": data}
-    if what not in parts:
-        raise SystemExit(f"what={what!r}: choose one of {', '.join(parts)}")
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    report = {"settings": settings, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    if quick:
+        globals().update(QUICK)
+        settings |= QUICK
     try:
-        report[what] = parts[what](settings)
+        chosen = [pick(PARTS, part, "what") for part in what.split(",")]
+        pick({"bfloat16": 0, "float32": 0}, dtype, "dtype")
+        for config in configs(settings).values():
+            GPT(replace(config, n_layer=1))
     except ValueError as error:  # of a name or a shape
         raise SystemExit(f"bench.py: {error}")
-    write_json(out, report)
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or platform.machine()
+    copy, matmul = floors()
+    report = {
+        "settings": settings, "torch": torch.__version__, "threads": torch.get_num_threads(), "device": name,
+        "copy_bytes_s": copy, "matmul_flops_s": matmul,
+    }  # fmt: skip
+    print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}, compiled")
+    print(f"copy {copy / 1e9:.1f} GB/s, matrix product {matmul / 1e12:.2f} TFLOP/s")
+    for part in chosen:
+        report[part.__name__] = part(settings, copy, matmul)
+        write_json(out, report)
 
 
 if __name__ == "__main__":

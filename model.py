@@ -7,10 +7,12 @@ Names of tensors in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, 
 
 import math
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bhyt
 import mod
@@ -215,6 +217,7 @@ class GPT(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
         self.drop = nn.Dropout(config.dropout)
+        self.loss_chunk, self.recompute = None, False  # train.py's settings: what to spend less memory on
         for name, table in zip(("cos", "sin"), rotary_table(config, None)):
             self.register_buffer(name, table, persistent=False)
         self.init_weights()
@@ -230,14 +233,18 @@ class GPT(nn.Module):
         rope = (self.cos[:T], self.sin[:T]) if cache is None else (self.cos[at], self.sin[at])
         stream = self.ends.embed(self.drop(self.embed(idx)))._replace(at=at[:, None])
         for b, block in enumerate(self.blocks):
-            stream = block(stream, rope, docs, None if cache is None else (*cache.kv[b], at))
+            past = None if cache is None else (*cache.kv[b], at)
+            run = partial(checkpoint, block, use_reentrant=False) if self.recompute and self.training else block
+            stream = run(stream, rope, docs, past)
         if cache is not None:
             cache.at.add_(T)
         hidden, head = self.ends.readout(stream, self.head.weight)
-        logits = F.linear(hidden, head)
         if targets is None:
-            return logits, None
+            return F.linear(hidden, head), None
         penalties = [m.penalty for m in moe.layers(self) if m.penalty is not None] if self.training else []
+        if self.loss_chunk is not None:
+            return None, chunked_cross_entropy(hidden, head, targets, self.loss_chunk) + sum(penalties)
+        logits = F.linear(hidden, head)
         return logits, cross_entropy(logits, targets) + sum(penalties)
 
     @torch.no_grad()
@@ -402,6 +409,17 @@ INITS = {  # name: (weight, scale, gain of the activation) -> None
     "xavier": lambda w, scale, gain: nn.init.xavier_normal_(w),
     "uniform": lambda w, scale, gain: nn.init.uniform_(w, -scale, scale),
 }
+
+
+def chunked_cross_entropy(hidden, head, targets, chunk):
+    """The same from what logits are made of, `chunk` tokens at a time: those of no more are there at once, forward or
+    backward, for which they are made twice."""
+
+    def part(h, y):
+        return F.cross_entropy(F.linear(h, head).float(), y, ignore_index=-1, reduction="sum")
+
+    parts = zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk))
+    return sum(checkpoint(part, h, y, use_reentrant=False) for h, y in parts) / (targets >= 0).sum()
 
 
 def cross_entropy(logits, targets):

@@ -83,6 +83,8 @@ wandb_project = "residual"  # project there
 device = "auto"  # cpu, cuda, cuda:1, ...; auto: cuda where there is one
 dtype = "auto"  # float32 or bfloat16 autocast; auto: bfloat16 where the hardware computes in it
 compile: bool | None = None  # torch.compile each block; None: on CUDA, and on Linux CPUs that have g++
+loss_chunk: int | None = None  # tokens whose logits are in memory at a time; None: all
+recompute = False  # keep what goes into each block and make the rest again in the backward: a third more time
 shard = "none"  # none: every rank holds all (DDP); fsdp: every rank holds a share of each block (FSDP2)
 
 settings = configure(globals(), GPTConfig, argv=sys.argv[1:])
@@ -104,7 +106,7 @@ rules = (
     ("device", lambda v: re.fullmatch(r"auto|cpu|cuda(:\d+)?", v), "auto, cpu, cuda or cuda:N"),
     ("device", lambda v: v in ("auto", "cpu") or torch.cuda.is_available(), "auto or cpu: torch sees no CUDA device"),
     ("max_iters batch_size gradient_accumulation_steps", lambda v: v > 0, "above 0"),
-    ("log_interval max_bad_steps bhyt_interval", lambda v: v > 0, "above 0"),
+    ("log_interval max_bad_steps bhyt_interval loss_chunk", lambda v: v > 0, "above 0"),
     ("learning_rate eval_tokens flops_budget total_batch_tokens lr_decay_iters wsd_share", lambda v: v > 0, "above 0"),
     ("seed weight_decay grad_clip beta1 beta2 gate_lr warmup_iters alpha_warmup_iters", lambda v: v >= 0, "at least 0"),
     ("eval_interval save_interval keep_interval lora_rank", lambda v: v >= 0, "at least 0"),
@@ -147,6 +149,7 @@ try:
     config = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
     torch.manual_seed(seed)
     model = GPT(config)
+    model.loss_chunk, model.recompute = loss_chunk, recompute
 except ValueError as error:
     fail(error)
 
