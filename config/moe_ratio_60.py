@@ -1,26 +1,6 @@
-"""
-Width over depth 60, of five shapes with 0.84e9 parameters, 0.22e9 of them active, within 2%. C4, 8 GPUs:
-torchrun --standalone --nproc_per_node=8 train.py config/moe_ratio_60.py --residual=nag
-"""
+"""Width over depth 60: a shape to put behind config/moe_ratio.py"""
 
-data_dir = "data/c4"
 out_dir = "out/moe_ratio_60"
-init_from = "auto"
-
 n_layer = 18
-n_head = 8
 n_embd = 1056
 n_hidden = 768
-block_size = 1024
-vocab_size = 50304
-init_scale = 0.02
-activation = "swiglu"
-moe_experts = 16
-moe_top_k = 2
-
-batch_size = 8
-total_batch_tokens = 524288
-max_iters = 19073
-learning_rate = 1e-3
-warmup_iters = 700
-eval_tokens = 5242880

@@ -1,15 +1,6 @@
-"""
-Width over depth 30, of five shapes with 8.6e6 parameters, 2.8e6 of them active, within 2%. A CPU, the embedded corpus.
-"""
+"""Width over depth 30: a shape to put behind config/moe_tiny.py"""
 
 out_dir = "out/moe_tiny_30"
-
 n_layer = 6
-n_head = 4
 n_embd = 184
 n_hidden = 288
-init_scale = 0.04
-activation = "swiglu"
-moe_experts = 8
-moe_top_k = 2
-moe_rate = 1e-2

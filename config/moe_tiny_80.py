@@ -1,15 +1,6 @@
-"""
-Width over depth 80, of five shapes with 8.6e6 parameters, 2.8e6 of them active, within 2%. A CPU, the embedded corpus.
-"""
+"""Width over depth 80: a shape to put behind config/moe_tiny.py"""
 
 out_dir = "out/moe_tiny_80"
-
 n_layer = 3
-n_head = 4
 n_embd = 248
 n_hidden = 440
-init_scale = 0.04
-activation = "swiglu"
-moe_experts = 8
-moe_top_k = 2
-moe_rate = 1e-2

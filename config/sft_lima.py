@@ -1,5 +1,7 @@
-"""Fine-tuning on LIMA's thousand conversations with adapters of rank 8, as in BHyT's paper: 3 epochs or so of a 1B model.
-Start it from a checkpoint of the same shape: torchrun train.py config/llama_1b.py config/sft_lima.py --init_from=PATH --out_dir=out/sft"""
+"""
+Fine-tuning on LIMA's thousand conversations with adapters of rank 8, as in BHyT's paper, some 3 epochs of a 1B model:
+torchrun train.py config/llama_1b.py config/sft_lima.py --init_from=out/llama_1b/ckpt.pt --out_dir=out/sft
+"""
 
 sft_data = "GAIR/lima"
 lora_rank = 8

@@ -1,0 +1,15 @@
+"""
+Experts from wide to deep, the same parameters in all and the same active: does NAG's lead over pre-norm grow with depth?
+
+    python runs/moe_ratio.py      five ratios of width over depth, 250 steps of 2048 bytes on the embedded corpus
+"""
+
+from sweep import sweep, table
+
+COMMON = "--max_iters=250 --device=cpu --save_interval=100 --log_interval=10 --eval_tokens=65536".split()
+shapes = {
+    f"{mode}_{ratio}": ["config/moe_tiny.py", f"config/moe_tiny_{ratio}.py", f"--residual={mode}"]
+    for ratio in (80, 60, 40, 30, 20)
+    for mode in ("prenorm", "nag")
+}
+table(sweep("moe_ratio", shapes, [2e-3, 4e-3], [1, 2, 3], COMMON))
