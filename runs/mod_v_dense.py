@@ -1,36 +1,59 @@
 """
-Mixture of Depths on NAG, 8 blocks of width 128 on the embedded corpus: which router loses least at which rate?
+Mixture of Depths, 8 blocks of width 128 on the embedded corpus: which router loses least at which rate?
 
-    python runs/mod_v_dense.py table      both routers and a random one, rates 0.2 and 0.4, and the dense model
-    python runs/mod_v_dense.py settings   what could make NAG's geometry the better router, at rate 0.4
+    python runs/mod_v_dense.py settings   rate 0.4: directions of the modulator, rate of the gates, budget, blocks
+    python runs/mod_v_dense.py table      routers with the settings that came out best, rates 0.2 and 0.4, three seeds
 """
 
 import sys
 
 from sweep import sweep, table
 
-COMMON = "--max_iters=500 --device=cpu --save_interval=100 --log_interval=10 --eval_tokens=65536".split()
-LOOK = ["--what=mod", "--depth_tokens=8192", "--batch_size=8"]
+COMMON = "--device=cpu --save_interval=100 --log_interval=10 --eval_tokens=65536".split()
+LOOK = ["--what=mod", "--depth_tokens=65536", "--batch_size=8"]
 
 
-def skipping(rate, router, *more):
-    return ["--mod_on=both", f"--mod_rate={rate}", f"--mod_router={router}", *more]
+def skipping(rate, router, *more, on="both"):
+    return [f"--mod_on={on}", f"--mod_rate={rate}", f"--mod_router={router}", *more]
 
 
-TABLE = {"dense": []} | {
-    f"{router}_{rate}": skipping(rate, router) for rate in (0.2, 0.4) for router in ("nag", "learned")
-}
-TABLE |= {"random_0.4": skipping(0.4, "random")}
-SETTINGS = {
-    "layer": skipping(0.4, "nag", "--mod_budget=layer"),
-    "learned_layer": skipping(0.4, "learned", "--mod_budget=layer"),
+ROUTERS = {  # of which each is tuned on the same grid
+    "dense": [],
+    "nag": skipping(0.4, "nag"),
     "no_fallback": skipping(0.4, "nag", "--mod_fallback=False"),
-    "one_direction": skipping(0.4, "nag", "--nag_directions=1"),
-    "four_directions": skipping(0.4, "nag", "--nag_directions=4"),
-    "gates_3x": skipping(0.4, "nag", "--gate_lr=1.2e-2"),
-    "four_and_3x": skipping(0.4, "nag", "--nag_directions=4", "--gate_lr=1.2e-2"),
-    "inner_blocks": skipping(0.4, "nag", "--mod_blocks=inner"),
+    "learned": skipping(0.4, "learned"),
 }
-variants, seeds = {"table": (TABLE, [1, 2, 3]), "settings": (SETTINGS, [1])}[sys.argv[1]]
-then = LOOK if sys.argv[1] == "settings" else []
-table(sweep(f"mod_{sys.argv[1]}", variants, [4e-3], seeds, COMMON, then))
+SETTINGS = {
+    f"{router}_{directions}_{times}x": [*args, f"--nag_directions={directions}", f"--gate_lr={times * 4e-3}"]
+    for router, args in ROUTERS.items()
+    for directions in (1, 4, 32)
+    for times in (1, 3)
+}
+SETTINGS |= {
+    "nag_layer": skipping(0.4, "nag", "--mod_budget=layer"),
+    "learned_layer": skipping(0.4, "learned", "--mod_budget=layer"),
+    "nag_inner": skipping(0.4, "nag", "--mod_blocks=inner"),
+    "learned_inner": skipping(0.4, "learned", "--mod_blocks=inner"),
+    "prenorm_learned_3x": skipping(0.4, "learned", "--residual=prenorm", "--gate_lr=1.2e-2"),
+}
+
+
+def compared():
+    variants = {"dense": [], "prenorm_dense": ["--residual=prenorm"]}
+    for rate in (0.2, 0.4):
+        variants |= {
+            f"nag_{rate}": skipping(rate, "nag"),
+            f"no_fallback_{rate}": skipping(rate, "nag", "--mod_fallback=False"),
+            f"learned_{rate}": skipping(rate, "learned"),
+            f"random_{rate}": skipping(rate, "random"),
+            f"prenorm_learned_{rate}": skipping(rate, "learned", "--residual=prenorm"),
+        }
+    for on in ("attention", "mlp"):
+        variants |= {f"{router}_{on}_0.4": skipping(0.4, router, on=on) for router in ("nag", "learned")}
+    return variants
+
+
+if sys.argv[1] == "settings":
+    table(sweep("mod_settings", SETTINGS, [4e-3], [1], [*COMMON, "--max_iters=250"], LOOK))
+else:
+    table(sweep("mod_table", compared(), [4e-3], [1, 2, 3], [*COMMON, "--max_iters=500"], LOOK))

@@ -1,5 +1,5 @@
 """
-Experts from wide to deep, the same parameters in all and the same active: does NAG's lead over pre-norm grow with depth?
+Experts from wide to deep, with the same parameters and the same active ones: does NAG lead by more where it is deeper?
 
     python runs/moe_ratio.py      five ratios of width over depth, 250 steps of 2048 bytes on the embedded corpus
 """
