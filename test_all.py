@@ -897,6 +897,39 @@ def test_nag_compiles_to_one_kernel_forward_and_one_backward():
     assert [len(re.findall(r"^cpp_fused\w+ = ", code, re.M)) for code in codes] == [1, 1]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("kind", ["any", "parallel", "zero"])
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 2e-4), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("d", [128, 768, 1000, 2048, 4096])
+def test_on_cuda_what_is_compiled_equals_float64(d, dtype, close, kind):
+    g = torch.Generator().manual_seed(0)
+    r, f, grad = (torch.randn(64, d, generator=g, dtype=torch.float64) for _ in range(3))
+    r = r / r.square().mean(-1, keepdim=True).sqrt()
+    f = {"any": f, "parallel": 3 * r + 0.5 * f, "zero": 0 * f}[kind]
+    s, a = torch.zeros(64, 1, dtype=torch.float64), torch.full((64, 1), 0.3, dtype=torch.float64)
+    lam, gamma = torch.full((1,), 2.0, dtype=torch.float64), torch.rand(d, generator=g, dtype=torch.float64)
+
+    def turned(r, f):
+        lane = dict(device=r.device, dtype=torch.promote_types(r.dtype, torch.float32))
+        return nag.rotate(r, s.to(**lane), f, a.to(**lane))[0]
+
+    def bounded(x, f):
+        x = norms.wide(x + f)
+        return bhyt.bounded_tanh(x, x.square().mean(-1, keepdim=True), lam.to(x), gamma.to(x), 10.0).to(f.dtype)
+
+    for function in (turned, bounded):
+        results = []
+        for compiled in (False, True):
+            place = dict(device="cuda", dtype=dtype) if compiled else dict(dtype=torch.float64)
+            inputs = [x.to(dtype).to(**place).requires_grad_() for x in (r, f)]
+            out = (torch.compile(function) if compiled else function)(*inputs)
+            grads = torch.autograd.grad(out, inputs, grad.to(dtype).to(out))
+            results.append([out, *(grads[:1] if kind == "zero" else grads)])
+        for expected, got in zip(*results):
+            error = (got.double().cpu() - expected).abs().max() / expected.abs().max()
+            assert error < close, (function.__name__, error)
+
+
 def test_walk_is_the_forward_and_gate_health_counts_what_is_shut():
     model, idx = shaken(tiny()).eval(), some_ids()
     assert all(len(list(depth.walk(shaken(tiny(residual=r)), idx))) == 4 for r in RESIDUALS)
@@ -2591,7 +2624,7 @@ def test_files_functions_and_lines_stay_short():
         "bench.py": 380,
         "lora.py": 230,
         "plot.py": 380,
-        "test_all.py": 2900,
+        "test_all.py": 3000,
     }
     for path in SOURCES:
         text = open(path).read()
