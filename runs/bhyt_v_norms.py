@@ -1,5 +1,5 @@
 """
-BHyT among the norms, 16 blocks of width 128 on the embedded corpus, 250 steps of 2048 bytes.
+BHyT among the norms, 16 blocks of width 128 on the embedded corpus, 250 steps of 2048 bytes, 500 in the table.
 
     python runs/bhyt_v_norms.py table       seven modes, the best learning rate of each with three seeds
     python runs/bhyt_v_norms.py refresh     c refreshed every step, every 100 steps, never, and computed otherwise
@@ -17,7 +17,12 @@ BHYT = {"gain_aware": ["--bhyt_gain_aware=True"], "causal": ["--bhyt_causal=True
 
 jobs = {
     "table": lambda: sweep(
-        "bhyt", {mode: [f"--residual={mode}"] for mode in MODES}, [2e-3, 4e-3, 8e-3], [1, 2, 3], COMMON, LOOK
+        "bhyt",
+        {mode: [f"--residual={mode}", "--max_iters=500"] for mode in MODES},
+        [2e-3, 4e-3, 8e-3, 16e-3],
+        [1, 2, 3],
+        COMMON,
+        LOOK,
     ),
     "refresh": lambda: sweep(
         "bhyt_refresh",
