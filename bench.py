@@ -12,7 +12,7 @@ The stopwatch: candidates side by side in one process, in rotating order, as med
     memory     what a training step keeps for the backward, and the peak, with all that spends less of it
     generate   reading a prompt, and decoding with a cache, against the time to read the weights once a token
     mod        a forward and a training step by the share of tokens that skip, beside the FLOPs that are executed
-    data       prepare_c4.py's processes against the bare tokenizer
+    data       prepare_c4.py's processes against the bare tokenizer, and reading a batch
 """
 
 import os
@@ -32,7 +32,7 @@ from configurator import configure
 from generate import KVCache, next_token
 from model import GPT, GPTConfig, settings_of_others
 from norms import Stream, pick
-from prepare_c4 import batches, get_tokenizer, in_order, list_files, start_worker, write_json
+from prepare_c4 import Loader, Windows, batches, get_tokenizer, in_order, list_files, start_worker, write_json
 
 what = "forward,residual,train,memory,generate,mod"  # parts, separated by commas
 modes = "prenorm,nag,bhyt"  # residual modes to compare with the first, separated by commas
@@ -41,6 +41,7 @@ rates = "0,0.2,0.4,0.6"  # mod: shares of tokens that skip
 prompt_tokens = 512  # generate: length of the prompt
 new_tokens = "128,512"  # generate: tokens decoded behind it
 batches_of = "1,32"  # generate: sequences at once
+data_dir = "data/python"  # data: shards to read batches from
 tokenizer = "bytes"  # data: the tokenizer to measure, as in prepare_c4.py
 megabytes = 10  # data: about so much text
 rounds = 7  # timed rounds, after two that are not
@@ -90,13 +91,13 @@ def compare(title, candidates, notes=None):
 
 def floors():
     """Bytes a second that a copy moves, reading and writing, and FLOPs a second of a large matrix product"""
-    kind = getattr(torch, dtype)
-    x = torch.ones(1 << (24 if quick else 27), dtype=torch.uint8, device=device)
-    y, n = torch.empty_like(x), 1024 if quick else 2048
-    a, b = (torch.randn(n, n, device=device).to(kind) for _ in "ab")
-    copy = min(seconds(lambda: y.copy_(x)) for _ in range(rounds + 2))
-    matmul = min(seconds(lambda: a @ b) for _ in range(rounds + 2))
-    return 2 * x.numel() / copy, 2 * n**3 / matmul
+    cuda, times = device.startswith("cuda"), 10
+    x = torch.ones(1 << (30 if cuda else 24 if quick else 27), dtype=torch.uint8, device=device)
+    y, n = torch.empty_like(x), 8192 if cuda else 1024 if quick else 2048
+    a, b = (torch.randn(n, n, device=device).to(getattr(torch, dtype)) for _ in "ab")
+    copy = min(seconds(lambda: [y.copy_(x) for _ in range(times)]) for _ in range(rounds))
+    matmul = min(seconds(lambda: [a @ b for _ in range(times)]) for _ in range(rounds))
+    return times * 2 * x.numel() / copy, times * 2 * n**3 / matmul
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -138,11 +139,6 @@ def stepper(config, bfloat16=None, compile=True, fused=True, **spend):
         optimizer.zero_grad(set_to_none=True)
 
     return step, model
-
-
-def of_matmul(model, config, rate, training=True):
-    flops = batch_size * config.block_size * model.flops_per_token() * (1 if training else 1 / 3)
-    return lambda median: f"{flops / median / rate:.0%} of the matrix rate"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,16 +185,15 @@ def residual(settings, copy, matmul):
             h2, stream = block.mlp_residual.read(block.attn_residual.write(stream, f1))
             return h1, h2, block.mlp_residual.write(stream, f2).x
 
-        def run(both=both, inputs=(x, f1, f2), grads=grads, nag=config.residual == "nag"):
+        def run(both=both, inputs=(x, f1, f2), grads=grads):
             with autocast():
                 outputs = both(*inputs)
-            pairs = [*zip(outputs, grads)][2 * nag :]  # what NAG reads is the stream itself
-            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            torch.autograd.backward(outputs, grads)
             for x in inputs:
                 x.grad = None
 
         runs[name] = run
-    floor = 2 * 8 * x.numel() * x.element_size() / copy  # each way: two read and two written, of which NAG has its own
+    floor = 2 * 8 * x.numel() * x.element_size() / copy  # 8 passes a sublayer: pre-norm and BHyT 4 + 4, NAG 3 + 5
     return compare("residual alone, one block", runs, lambda name, t: f"{floor / t:.0%} of the copy rate")
 
 
@@ -206,8 +201,8 @@ def train(settings, copy, matmul):
     runs, notes = {}, {}
     for name, config in configs(settings).items():
         runs[name], model = stepper(config)
-        notes[name] = of_matmul(model, config, matmul)
-    return compare("training step", runs, lambda name, t: notes[name](t))
+        notes[name] = batch_size * config.block_size * model.flops_per_token() / matmul
+    return compare("training step", runs, lambda name, t: f"{notes[name] / t:.0%} of the matrix rate")
 
 
 def recipe(settings, copy, matmul):
@@ -223,8 +218,12 @@ def recipe(settings, copy, matmul):
 def kept(config, spend, device_, dtype_):
     """Bytes that the forward of a training step keeps, and the peak of the step, in a process of its own"""
     globals().update(device=device_, dtype=dtype_)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
     step, model = stepper(config, compile=False, **spend)
     bytes_of, x = {}, tokens(config, batch_size)
+    if model.recompute:  # what goes into each block, which no hook gets to see
+        bytes_of["inputs"] = config.n_layer * x.numel() * 4 * (config.n_embd + 1)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(t):
@@ -270,24 +269,24 @@ def generate(settings, copy, matmul):
             graphs = {"mode": "reduce-overhead"} if device.startswith("cuda") else {}
             step = torch.compile(next_token, fullgraph=True, dynamic=False, **graphs)
             weights = sum(p.numel() * p.element_size() for p in model.parameters())
+            cache = KVCache(model, rows, longest)
+
+            @torch.no_grad()
+            def read(model=model, prompt=prompt, cache=cache):
+                cache.at.zero_()
+                return next_token(model, prompt, cache, 0, None, None, None)
+
+            first = read()
             for new in map(int, new_tokens.split(",")):
 
                 @torch.no_grad()
-                def run(model=model, prompt=prompt, step=step, new=new):
-                    cache = KVCache(model, rows, longest)
-                    token = next_token(model, prompt, cache, 0, None, None, None)
+                def run(model=model, token=first, cache=cache, step=step, new=new):
+                    cache.at.fill_(prompt_tokens)  # behind the prompt that was read
                     for _ in range(new):
                         token = step(model, token, cache, 0, None, None, None).clone()
 
                 key = f"{name}, {new} new, {rows} at once"
-                runs[key], notes[key] = (
-                    run,
-                    (new * rows, new * weights / copy * 2),
-                )  # a copy reads half of what it moves
-
-            @torch.no_grad()
-            def read(model=model, prompt=prompt):
-                next_token(model, prompt, KVCache(model, rows, longest), 0, None, None, None)
+                runs[key], notes[key] = run, (new * rows, new * weights / copy)
 
             key = f"{name}, prompt, {rows} at once"
             runs[key], notes[key] = read, (rows * prompt_tokens, None)
@@ -337,6 +336,9 @@ def data(settings, copy, matmul):
             count = sum(len(ids) for results in in_order(pool, jobs, 4 * cores) for _, _, ids in results)
             report.setdefault("prepare", []).append(count / (time.perf_counter() - began))
     bare, ours = (statistics.median(report[k]) for k in ("bare", "prepare"))
+    loader = Loader(Windows(data_dir, "train", settings["block_size"]), batch_size, 1, seed=1)
+    report["loader_s"] = statistics.median(seconds(lambda: loader.fetch(step, 0)) for step in range(100))
+    print(f"a batch of {batch_size} x {settings['block_size']}: {report['loader_s'] * 1e3:.2f} ms")
     share = f"{ours / bare / cores:.0%} of {cores} x the bare rate"
     print(f"bare tokenizer, one thread: {bare / 1e6:.2f} M tokens/s; {cores} processes: {ours / 1e6:.2f}, {share}")
     return report
@@ -358,7 +360,13 @@ def main():
             GPT(replace(config, n_layer=1))
     except ValueError as error:  # of a name or a shape
         raise SystemExit(f"bench.py: {error}")
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or platform.machine()
+    torch._dynamo.config.recompile_limit = 256  # many modes are timed in one process, and each must be compiled
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    name = platform.processor() or platform.machine()
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+        name = torch.cuda.get_device_name()
     copy, matmul = floors()
     report = {
         "settings": settings, "torch": torch.__version__, "threads": torch.get_num_threads(), "device": name,

@@ -179,9 +179,9 @@ def score_group(model, contexts, owner, continuations, n_vocab, device):
     length, longest = len(contexts[0]), max(map(len, continuations))
     y = torch.tensor([c + [0] * (longest - len(c)) for c in continuations], device=device)  # (N, longest)
     cache = KVCache(model, len(contexts), length + longest - 1)
-    logits = model(torch.tensor(contexts, device=device), cache=cache)[0][owner, -1:]
+    logits = model(torch.tensor(contexts, device=device), cache=cache, last=True)[0][owner]
     if longest > 1:
-        cache.kv = cache.kv[:, :, owner]
+        cache.kv = [[tensor[owner] for tensor in layer] for layer in cache.kv]
         logits = torch.cat((logits, model(y[:, :-1], cache=cache)[0]), dim=1)
     logp = logits[..., :n_vocab].float().log_softmax(-1)
     real = torch.arange(longest, device=device) < torch.tensor([[len(c)] for c in continuations], device=device)

@@ -16,9 +16,11 @@ class KVCache:
         config, w = model.config, model.embed.weight
         autocast = torch.is_autocast_enabled(w.device.type)
         dtype = torch.get_autocast_dtype(w.device.type) if autocast else w.dtype
-        shape = (config.n_layer, 2, batch, config.n_kv_head or config.n_head, length, config.n_embd // config.n_head)
-        self.kv = torch.zeros(shape, dtype=dtype, device=w.device)
+        shape = (batch, config.n_kv_head or config.n_head, length, config.n_embd // config.n_head)
+        self.kv = [[torch.zeros(shape, dtype=dtype, device=w.device) for _ in "kv"] for _ in range(config.n_layer)]
         self.at = torch.zeros((), dtype=torch.int64, device=w.device)
+        for tensor in (self.at, *sum(self.kv, [])):  # CUDA graphs write to what never moves, or not at all
+            torch._dynamo.mark_static_address(tensor)
 
 
 def sample(logits, temperature, top_k, top_p):
@@ -42,7 +44,7 @@ def sample(logits, temperature, top_k, top_p):
 
 
 def next_token(model, new, cache, temperature, top_k, top_p, n_vocab):
-    return sample(model(new, cache=cache)[0][:, -1, :n_vocab].float(), temperature, top_k, top_p)
+    return sample(model(new, cache=cache, last=True)[0][:, -1, :n_vocab].float(), temperature, top_k, top_p)
 
 
 CHECK = 16  # steps between looks at whether every row has met the stop token, each of which waits for the device

@@ -223,9 +223,9 @@ class GPT(nn.Module):
         self.init_weights()
         self.refresh()
 
-    def forward(self, idx, targets=None, docs=None, cache=None):
-        """Logits (B, T, V), and their mean cross-entropy with the targets, of which those that are -1 do not count.
-        docs (B, T): which document a token belongs to, where several in a row must not see each other"""
+    def forward(self, idx, targets=None, docs=None, cache=None, last=False):
+        """Logits (B, T, V), or those of the last position alone, and their mean cross-entropy with the targets, of
+        which those that are -1 do not count. docs (B, T): which document a token is of, where none may see another"""
         T, at = idx.size(1), torch.arange(idx.size(1), device=idx.device)
         if T > self.config.block_size:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
@@ -240,7 +240,7 @@ class GPT(nn.Module):
             cache.at.add_(T)
         hidden, head = self.ends.readout(stream, self.head.weight)
         if targets is None:
-            return F.linear(hidden, head), None
+            return F.linear(hidden[:, -1:] if last else hidden, head), None
         penalties = [m.penalty for m in moe.layers(self) if m.penalty is not None] if self.training else []
         if self.loss_chunk is not None:
             return None, chunked_cross_entropy(hidden, head, targets, self.loss_chunk) + sum(penalties)

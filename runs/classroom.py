@@ -84,14 +84,14 @@ def batches(context, size):
 
 
 def train(model, loss_of, data, learning_rate):
-    """The loss of every step, AdamW without warm-up, to the end or to the first that is not finite"""
+    """Losses of all steps, AdamW without warm-up, to the end or the first that is not finite; the mean of the last 20"""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=learning_rate), []
     while len(losses) < steps and (not losses or math.isfinite(losses[-1])):
         optimizer.zero_grad()
         (loss := loss_of(*next(data))).backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return losses, sum(losses[-20:]) / len(losses[-20:])
 
 
 def verdict(losses):
@@ -108,12 +108,12 @@ def verdict(losses):
 def run_cases():
     print("| case | first loss | last | steps | came out | ought to |\n|---|---|---|---|---|---|")
     for name in cases.split(","):
-        how, learning_rate, expected = pick(CASES, name, "cases")
+        how, rate, expected = pick(CASES, name, "cases")
         torch.manual_seed(seed)
         model = Stack(*how)
-        losses = train(model, lambda x, y: F.cross_entropy(model(x), y[:, -1]), batches(8, batch_size), learning_rate)
-        save(name, losses, {"last": losses[-1], "verdict": verdict(losses), "expected": expected})
-        print(f"| {name} | {losses[0]:.3f} | {losses[-1]:.3f} | {len(losses)} | {verdict(losses)} | {expected} |")
+        losses, last = train(model, lambda x, y: F.cross_entropy(model(x), y[:, -1]), batches(8, batch_size), rate)
+        save(name, losses, {"last": last, "verdict": verdict(losses), "expected": expected})
+        print(f"| {name} | {losses[0]:.3f} | {last:.3f} | {len(losses)} | {verdict(losses)} | {expected} |")
 
 
 def walk():
@@ -134,8 +134,8 @@ def transformer():
         model = GPT(GPTConfig(n_layer=1, n_head=4, n_embd=128, block_size=64, residual=residual))
         for layer in (model.blocks[0].attn_residual, model.blocks[0].mlp_residual) if write else ():
             layer.write = write
-        losses = train(model, lambda x, y: model(x, y)[1], batches(64, batch_size // 8), 1e-3)
-        last, norms = sum(losses[-20:]) / 20, {name: p.grad.norm().item() for name, p in model.named_parameters()}
+        losses, last = train(model, lambda x, y: model(x, y)[1], batches(64, batch_size // 8), 1e-3)
+        norms = {name: p.grad.norm().item() for name, p in model.named_parameters()}
         save(name, losses, {"last": last, "gradients": norms})
         print(f"{name}: {last:.3f}  " + "  ".join(f"{n} {g:.2g}" for n, g in norms.items()))
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What there is to measure when a CUDA device is at hand, the most telling first. Logs go to results/gpu.
-set -eu
+set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p results/gpu
 python -m pytest -q test_all.py -k on_cuda | tee results/gpu/tests.txt

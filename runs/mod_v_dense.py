@@ -2,7 +2,7 @@
 Mixture of Depths, 8 blocks of width 128 on the embedded corpus: which router loses least at which rate?
 
     python runs/mod_v_dense.py settings   rate 0.4: directions of the modulator, rate of the gates, budget, blocks
-    python runs/mod_v_dense.py table      routers with the settings that came out best, rates 0.2 and 0.4, three seeds
+    python runs/mod_v_dense.py table      routers, rates 0.2 and 0.4, three seeds
 """
 
 import sys
@@ -17,7 +17,7 @@ def skipping(rate, router, *more, on="both"):
     return [f"--mod_on={on}", f"--mod_rate={rate}", f"--mod_router={router}", *more]
 
 
-ROUTERS = {  # of which each is tuned on the same grid
+ROUTERS = {  # each is tuned on the same grid
     "dense": [],
     "nag": skipping(0.4, "nag"),
     "no_fallback": skipping(0.4, "nag", "--mod_fallback=False"),

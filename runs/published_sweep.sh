@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # The ranges that the BHyT paper searched (arXiv 2601.09719), one run after the other; arguments are handed on:
-#   runs/published_sweep.sh pretraining config/llama_374m.py config/published_bhyt.py
-#   runs/published_sweep.sh sft config/llama_1b.py config/sft_lima.py --init_from=out/llama_1b/ckpt.pt
-# A run that is finished is left alone, one that was cut short goes on.
+#   runs/published_sweep.sh pretraining out/sweep_bhyt config/llama_374m.py config/published_bhyt.py
+#   runs/published_sweep.sh sft out/sweep_sft config/llama_1b.py config/sft_lima.py --init_from=out/llama_1b/ckpt.pt
+# A run that is finished is left alone, one that was cut short goes on, one that diverged is named.
 set -eu
 cd "$(dirname "$0")/.."
 kind=$1
-shift
+folder=$2
+shift 2
 run() { # name, arguments
-    out=out/sweep/$kind/$1
+    out=$folder/$1
     shift
     if [ -e "$out/ckpt.pt" ]; then set -- "$@" --init_from=resume; fi
     torchrun --standalone --nproc_per_node="$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')" \
-        train.py "$@" --out_dir="$out"
+        train.py "$@" --out_dir="$out" || echo "$out did not finish" >&2
 }
 case $kind in
 pretraining)
