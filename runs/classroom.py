@@ -84,7 +84,7 @@ def batches(context, size):
 
 
 def train(model, loss_of, data, learning_rate):
-    """Losses of all steps, AdamW without warm-up, to the end or the first that is not finite; the mean of the last 20"""
+    """Losses of all steps, AdamW without warm-up, to the last or the first not finite; the mean of 20 at the end"""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=learning_rate), []
     while len(losses) < steps and (not losses or math.isfinite(losses[-1])):
         optimizer.zero_grad()
