@@ -12,7 +12,8 @@ v the mean of its squares over the n_embd = d features, T the context length of 
     bhyt_exact      measures v before the MLP too
     prenorm_approx  RMSNorm, whose second v of a block is v' = v + c mean(gamma^2): the ablation of the prediction  (5)
 
-Beyond the paper, as settings: c = |diag(gamma) W_V W_O|_F^2 / (T d), since W_V sees gamma * tanh (bhyt_gain_aware), and
+Beyond the paper, as settings: gamma starts at kappa / lam and not at 1, where outputs are 5 and 10 times smaller than
+those of a norm (bhyt_unit); c = |diag(gamma) W_V W_O|_F^2 / (T d), since W_V sees gamma * tanh (bhyt_gain_aware); and
 c_t = c T / (t + 1) at position t, since a causal token averages t + 1 values and not T of them (bhyt_causal).
 Differs from the release: lam is really frozen where it is not learned. As there, lam enters (3) detached.
 """
@@ -73,10 +74,11 @@ class BoundedTanh(nn.Module):
         else:
             self.register_buffer("lam", torch.empty(1))
         self.start, self.kappa, self.eps = lam, (1 - config.bhyt_p) ** -0.5, config.norm_eps  # (1)
+        self.start_of_gain = self.kappa / lam if config.bhyt_unit else 1.0
 
     def reset_parameters(self):
         nn.init.constant_(self.lam, self.start)
-        nn.init.ones_(self.gain)
+        nn.init.constant_(self.gain, self.start_of_gain)
 
     def forward(self, x, v=None):
         w = wide(x)

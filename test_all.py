@@ -562,7 +562,7 @@ FLIPS = dict(
     n_layer=3, n_head=4, n_kv_head=1, n_embd=64, n_hidden=48, vocab_size=65, residual="lns", norm="layer", norm_eps=0.1,
     activation="swiglu", qk_norm=True, rope_base=100.0, tied=False, bias=True, dropout=0.5, init="xavier",
     init_scale=0.1, init_out="plain", branch_scale="depth", dyt_alpha=(2.0, 0.1, 0.3), nag_alpha_power=0.1,
-    bhyt_p=0.9, bhyt_lambda=(1.0, 0.5, 0.5), bhyt_learned=False, bhyt_gain_aware=True, bhyt_causal=True,
+    bhyt_p=0.9, bhyt_lambda=(1.0, 0.5, 0.5), bhyt_learned=False, bhyt_unit=True, bhyt_gain_aware=True, bhyt_causal=True,
     moe_experts=4, moe_top_k=1, moe_shared=8, moe_balance="loss", moe_rate=0.5, mod_on="both", mod_rate=0.5,
     mod_router="learned", mod_budget="layer", mod_fallback=False, mod_blocks="inner",
     nag_directions=4, nag_beta=2.0, nag_centre=False, nag_orthogonal=False, nag_lane=False, nag_first_logits=None,
@@ -1018,6 +1018,13 @@ def test_bhyt_saturates_for_no_more_features_than_chebyshev_allows(p):
               torch.randn(50, 1000, generator=g) / torch.randn(50, 1000, generator=g)):  # fmt: skip
         share = (x.abs() > kappa * x.square().mean(-1, keepdim=True).sqrt()).float().mean(-1)
         assert share.max() <= 1 - p + 1e-6
+
+
+def test_bhyt_unit_starts_with_outputs_as_large_as_a_norms():
+    x = torch.randn(64, 32)
+    for unit, size in ((True, 1.0), (False, 0.2)):
+        norm = GPT(GPTConfig(**TINY, residual="bhyt", bhyt_unit=unit)).blocks[0].attn_residual.norm
+        assert norm(x).std().item() == pytest.approx(size, rel=0.05)
 
 
 def test_bhyt_settings_of_lambda():

@@ -13,12 +13,13 @@ from sweep import sweep, table
 COMMON = ["config/bhyt_16x128.py", "--device=cpu", "--save_interval=100", "--log_interval=10", "--eval_tokens=65536"]
 LOOK = ["--what=depth", "--depth_tokens=4096", "--batch_size=8"]
 MODES = ["prenorm", "prenorm_approx", "bhyt", "bhyt_exact", "perinorm", "lns", "dyt"]
-BHYT = {"gain_aware": ["--bhyt_gain_aware=True"], "causal": ["--bhyt_causal=True"]}
+UNIT = ["--residual=bhyt", "--bhyt_unit=True", "--bhyt_gain_aware=True"]
+BHYT = {"gain_aware": ["--bhyt_gain_aware=True"], "causal": ["--bhyt_causal=True"], "unit": UNIT}
 
 jobs = {
     "table": lambda: sweep(
         "bhyt",
-        {mode: [f"--residual={mode}", "--max_iters=500"] for mode in MODES},
+        {mode: [f"--residual={mode}", "--max_iters=500"] for mode in MODES} | {"bhyt_unit": [*UNIT, "--max_iters=500"]},
         [2e-3, 4e-3, 8e-3, 16e-3],
         [1, 2, 3],
         COMMON,
@@ -34,7 +35,7 @@ jobs = {
     ),
     "stability": lambda: sweep(
         "bhyt_stability",
-        {mode: [f"--residual={mode}"] for mode in ("prenorm", "bhyt", "dyt")},
+        {mode: [f"--residual={mode}"] for mode in ("prenorm", "bhyt", "dyt")} | {"bhyt_unit": UNIT},
         [1e-3, 3e-3, 1e-2, 3e-2],
         [1],
         COMMON,
