@@ -29,7 +29,7 @@ import torch
 
 import bhyt
 from configurator import configure
-from generate import KVCache, next_token
+from generate import KVCache, compiled_step, next_token
 from model import GPT, GPTConfig, settings_of_others
 from norms import Stream, pick
 from prepare_c4 import Loader, Windows, batches, get_tokenizer, in_order, list_files, start_worker, write_json
@@ -266,8 +266,7 @@ def generate(settings, copy, matmul):
             if config.residual in ("bhyt", "bhyt_exact"):
                 bhyt.fold(model)
             prompt = torch.randint(config.vocab_size, (rows, prompt_tokens), device=device)
-            graphs = {"mode": "reduce-overhead"} if device.startswith("cuda") else {}
-            step = torch.compile(next_token, fullgraph=True, dynamic=False, **graphs)
+            step = compiled_step(prompt.device)
             weights = sum(p.numel() * p.element_size() for p in model.parameters())
             cache = KVCache(model, rows, longest)
 

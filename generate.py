@@ -47,6 +47,12 @@ def next_token(model, new, cache, temperature, top_k, top_p, n_vocab):
     return sample(model(new, cache=cache, last=True)[0][:, -1, :n_vocab].float(), temperature, top_k, top_p)
 
 
+def compiled_step(device):
+    """next_token as one graph for the step of one token; on CUDA a CUDA graph, so that a step is one launch"""
+    graphs = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
+    return torch.compile(next_token, fullgraph=True, dynamic=False, **graphs)
+
+
 CHECK = 16  # steps between looks at whether every row has met the stop token, each of which waits for the device
 
 
@@ -59,8 +65,7 @@ def stream_tokens(
     tokenizer has, where the model's vocabulary is padded; compile: the step of one token, as one graph.
     When the window is full, the newest half of it is read again and generation goes on from there."""
     size, how = model.config.block_size, (temperature, top_k, top_p, n_vocab)
-    graphs = {"mode": "reduce-overhead"} if idx.device.type == "cuda" else {}  # CUDA graphs: a step is one launch
-    step = torch.compile(next_token, fullgraph=True, dynamic=False, **graphs) if compile else next_token
+    step = compiled_step(idx.device) if compile else next_token
     cache = KVCache(model, idx.size(0), min(size, idx.size(1) + max_new_tokens))
     text, new, filled, done = [idx], idx[:, -size:], 0, torch.zeros_like(idx[:, :1], dtype=torch.bool)
     for i in range(1, max_new_tokens + 1):
