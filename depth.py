@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import bhyt
-from model import Attention
+from attention import Attention
 from norms import wide
 
 

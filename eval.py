@@ -7,9 +7,11 @@ Ask a checkpoint: its loss, what its stream does through depth, the tasks of lm-
 """
 
 import codecs
+import copy
 import json
 import math
 import os
+import shutil
 import sys
 import time
 
@@ -48,6 +50,8 @@ task_dir: str | None = None  # take tasks from the files here and no others; Non
 num_fewshot: int | None = None  # examples before each question; None: as the task has it
 limit: int | None = None  # questions of each task; None: all
 device = "cpu"  # cpu, cuda, cuda:1, ...
+dtype = "auto"  # of the loss: float32 or bfloat16 autocast; auto: bfloat16 where the hardware computes in it
+compile: bool | None = None  # torch.compile each block for the loss; None: where that can be done, and pays
 
 
 def load(path, device="cpu"):
@@ -131,6 +135,17 @@ def read_texts(source, column, split):
     return (record[column] for record in load_dataset(source, split=split, streaming=True))
 
 
+def computes_bfloat16(device):
+    """Whether the hardware does; these private checks are the only ones that torch 2.11 to 2.13 have for a CPU"""
+    if device.startswith("cuda"):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def can_compile(device):
+    return device.startswith("cuda") or (sys.platform == "linux" and shutil.which("g++") is not None)
+
+
 def loss(model, windows, encoding, tokens, batch_size, device):
     """Nats a token, its exponential, and bits a byte of the text that the tokens stand for"""
     count, size = count_windows(windows, tokens), np.zeros(encoding.n_vocab + 1)
@@ -140,7 +155,12 @@ def loss(model, windows, encoding, tokens, batch_size, device):
     for i in range(count):
         targets = to_batch([windows[i]], "cpu")[1].numpy()
         n, length = n + int((targets >= 0).sum()), length + int(size[targets].sum())
-    nats = evaluate(model, windows, tokens, batch_size, device)
+    if compile or (compile is None and n > 500_000 and can_compile(device)):
+        model = copy.deepcopy(model)  # all else is asked of the one that is not compiled
+        model.compile_blocks()
+    half = dtype == "bfloat16" or (dtype == "auto" and computes_bfloat16(device))
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=half):
+        nats = evaluate(model, windows, tokens, batch_size, device)
     bits = nats * n / math.log(2) / max(1, length)
     return {"loss": nats, "perplexity": math.exp(nats), "bits per byte": bits, "tokens": n, "bytes": length}
 
@@ -385,6 +405,8 @@ def main():
         known.remove("variance")
     if not mod.routers(model):
         known.remove("mod")
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise SystemExit(f"dtype={dtype!r}: must be auto, float32 or bfloat16")
     parts = known[:-1] if what is None else what.split(",")
     unknown = set(parts) - set(known)
     if unknown:

@@ -38,6 +38,7 @@ import nag
 import norms
 import plot
 import prepare_c4
+from attention import cpu_attention
 from model import GPT, RESIDUALS, GPTConfig
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -688,7 +689,7 @@ def test_attention_for_the_compiler_is_the_library_s(queries, masked, n_kv_head)
         for heads, n in ((4, queries), (n_kv_head, keys), (n_kv_head, keys))
     )
     mask = torch.rand(2, 1, queries, keys).argsort(-1) < 9 if masked else None
-    ours = model_file.cpu_attention(q, k, v, mask)
+    ours = cpu_attention(q, k, v, mask)
     theirs = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
     torch.testing.assert_close(ours, theirs)
     g = torch.randn_like(ours)
@@ -1994,6 +1995,7 @@ def script(name, *argv):
 
 def test_eval_reports_loss_depth_and_a_sample(data, two_runs, capsys):
     argv = ["--max_new_tokens=9", "--eval_tokens=512", "--depth_tokens=640", "--prompt=def ", "--temperature=0"]
+    argv += ["--dtype=float32"]
     script("eval.py", f"--out_dir={two_runs / 'a'}", *argv)
     report = json.load(open(two_runs / "a" / "eval.json"))
     assert report["loss"]["loss"] == pytest.approx(records(two_runs / "a")[-1]["val_loss"], abs=1e-5)
@@ -2052,6 +2054,7 @@ def test_the_sink_is_the_share_of_attention_that_the_first_token_gets():
 def test_eval_tells_who_skips_and_dials_the_rate(data, two_runs, capsys):
     run = two_runs / "d"
     argv = [f"--out_dir={run}", "--what=mod,loss", "--depth_tokens=17000", "--eval_tokens=17000", "--prompt=import os"]
+    argv += ["--dtype=float32"]
     script("eval.py", *argv)
     report = json.load(open(run / "eval.json"))
     skipped, loss = report["mod"], report["loss"]["loss"]
@@ -2140,7 +2143,7 @@ def test_loss_of_any_text_is_exact(data, two_runs, tmp_path, monkeypatch):
     text = "def f(x):\n    return x + 1  # plus one\n" * 3
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.jsonl").write_text(json.dumps({"body": text}) + "\n")
-    argv = [f"--out_dir={two_runs / 'a'}", "--what=loss"]
+    argv = [f"--out_dir={two_runs / 'a'}", "--what=loss", "--dtype=float32"]
     script("eval.py", *argv, f"--text={tmp_path / 'a.txt'}", "--batch_size=3")
     report = json.load(open(two_runs / "a" / "eval.json"))["loss"]
     _, model = ask.load(two_runs / "a" / "ckpt.pt")
@@ -2155,6 +2158,12 @@ def test_loss_of_any_text_is_exact(data, two_runs, tmp_path, monkeypatch):
     assert report["perplexity"] == pytest.approx(math.exp(np.mean(nats)), rel=1e-5)
     script("eval.py", *argv, f"--text={tmp_path / 'b.jsonl'}", "--text_column=body", "--batch_size=3")
     assert json.load(open(two_runs / "a" / "eval.json"))["loss"] == report
+    for change, rel in (("--compile=True", 1e-5), ("--dtype=bfloat16", 1e-2)):
+        script("eval.py", *argv, f"--text={tmp_path / 'a.txt'}", "--batch_size=3", change)
+        again = json.load(open(two_runs / "a" / "eval.json"))["loss"]["loss"]
+        assert again != report["loss"] and again == pytest.approx(report["loss"], rel=rel)
+    with pytest.raises(SystemExit, match="dtype='half': must be auto, float32 or bfloat16"):
+        script("eval.py", *argv, "--dtype=half")
     script("eval.py", *argv, f"--text={tmp_path / 'a.txt'}", "--eval_tokens=50")
     assert json.load(open(two_runs / "a" / "eval.json"))["loss"]["loss"] == pytest.approx(np.mean(nats[:50]), rel=1e-5)
     import datasets
@@ -2641,11 +2650,11 @@ SOURCES = sorted(glob.glob(os.path.join(HERE, "*.py")) + glob.glob(os.path.join(
 
 def test_files_functions_and_lines_stay_short():
     budget = {
-        "model.py": 430,
+        "model.py": 380,
         "norms.py": 270,
         "train.py": 540,
         "prepare_c4.py": 420,
-        "eval.py": 430,
+        "eval.py": 445,
         "depth.py": 300,
         "bench.py": 390,
         "lora.py": 230,

@@ -32,7 +32,7 @@ import mod
 import moe
 from configurator import configure, echo
 from depth import gate_health
-from eval import count_windows, eval_batches, evaluate
+from eval import can_compile, computes_bfloat16, count_windows, eval_batches, evaluate
 from model import GPT, GPTConfig
 from nag import NAG
 from prepare_c4 import Loader, Windows, atomic, meta_tokenizer
@@ -128,16 +128,14 @@ device = torch.device(f"cuda:{local_rank}" if device == "cuda" else device)
 if device.type == "cuda":
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")
-if dtype == "auto":  # these private checks are the only ones that torch 2.11 to 2.13 have for a CPU
-    cpu_has_it = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    has_it = torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else cpu_has_it
-    dtype = "bfloat16" if has_it else "float32"
+if dtype == "auto":
+    dtype = "bfloat16" if computes_bfloat16(device.type) else "float32"
 if alpha_warmup_iters and settings["residual"] != "nag":
     fail(f"alpha_warmup_iters={alpha_warmup_iters} needs residual='nag', the only mode that has it")
 if shard == "fsdp" and world == 1:
     fail("shard='fsdp' needs several processes: start it with torchrun")
 if compile is None:
-    compile = device.type == "cuda" or (sys.platform == "linux" and shutil.which("g++") is not None)
+    compile = can_compile(device.type)
 if compile and device.type == "cpu" and shutil.which("g++") is None:
     fail("compile=True needs a C++ compiler on a CPU: install g++, or --compile=False")
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")

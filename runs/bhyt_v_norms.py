@@ -1,8 +1,8 @@
 """
 BHyT among the norms, 16 blocks of width 128 on the embedded corpus, 250 steps of 2048 bytes.
 
-    python runs/bhyt_v_norms.py table       each mode over a factor of 30 in the learning rate, its best with three seeds
-    python runs/bhyt_v_norms.py refresh     c refreshed every step, every 100 steps, never, and computed otherwise
+    python runs/bhyt_v_norms.py table      each mode over a factor of 30 in the learning rate, the best with three seeds
+    python runs/bhyt_v_norms.py refresh    c refreshed every step, every 100 steps, never, and computed otherwise
 """
 
 import sys
