@@ -198,11 +198,18 @@ def residual(settings, copy, matmul):
 
 
 def train(settings, copy, matmul):
-    runs, notes = {}, {}
+    """And what BHyT does between steps, every bhyt_interval of them"""
+    runs, notes, refresh = {}, {}, {}
     for name, config in configs(settings).items():
         runs[name], model = stepper(config)
         notes[name] = batch_size * config.block_size * model.flops_per_token() / matmul
-    return compare("training step", runs, lambda name, t: f"{notes[name] / t:.0%} of the matrix rate")
+        refresh[name] = min(seconds(model.refresh) for _ in range(3))
+
+    def note(name, t):
+        return f"{notes[name] / t:.0%} of the matrix rate; a refresh takes {refresh[name] / t:.2f} steps"
+
+    report = compare("training step", runs, note)
+    return {name: of | {"refresh": refresh[name]} for name, of in report.items()}
 
 
 def recipe(settings, copy, matmul):

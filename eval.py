@@ -51,7 +51,7 @@ num_fewshot: int | None = None  # examples before each question; None: as the ta
 limit: int | None = None  # questions of each task; None: all
 device = "cpu"  # cpu, cuda, cuda:1, ...
 dtype = "auto"  # of the loss: float32 or bfloat16 autocast; auto: bfloat16 where the hardware computes in it
-compile: bool | None = None  # torch.compile each block for the loss; None: where that can be done, and pays
+compile: bool | None = None  # torch.compile the loss and the sample's steps; None: the loss of much text, if possible
 
 
 def load(path, device="cpu"):
@@ -338,7 +338,7 @@ def sample(model, encoding, device):
     ids = encoding.encode_ordinary(prompt) or [encoding.eot_token]
     made = stream_tokens(
         model, torch.tensor([ids], device=device), max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        stop=encoding.eot_token, n_vocab=encoding.n_vocab,
+        stop=encoding.eot_token, n_vocab=encoding.n_vocab, compile=bool(compile),
     )  # fmt: skip
     characters = codecs.getincrementaldecoder("utf-8")("replace")  # a character can be several tokens
     print(prompt, end="", flush=True)

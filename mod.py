@@ -139,6 +139,16 @@ def balance(routers, shared, rate, world=1, memory=MEMORY):
         router.settle()
 
 
+def scores_of_all_ranks(model, world):
+    """The part of a checkpoint's state that each rank has its own of"""
+    state = {}
+    for name, router in ((n, m) for n, m in model.named_modules() if isinstance(m, Router)):
+        state[name + ".fresh"] = fresh = router.fresh.clone()
+        if world > 1:
+            dist.all_reduce(fresh)
+    return {key: fresh.cpu() for key, fresh in state.items()}
+
+
 @contextmanager
 def looking_ahead(model):
     """Evaluate by training's rule for a while, to be compared with: it is never what is reported."""

@@ -2457,6 +2457,7 @@ def test_every_eval_setting_for_samples_matters(data, two_runs):
     assert base == text()
     for flip in ("prompt=x", "temperature=0", "top_k=1", "top_p=0.1", "seed=2", "max_new_tokens=3"):
         assert text("--" + flip) != base
+    assert text("--temperature=0", "--compile=True") == text("--temperature=0")
 
 
 def test_figures_are_the_same_bytes_each_time_and_name_what_is_missing(two_runs, tmp_path):

@@ -287,7 +287,7 @@ def ramp_alpha(step):
 
 ramp_alpha(step)
 routers, experts = mod.routers(model), moe.layers(model)
-if not main:  # what was saved is what all ranks had counted
+if not main:  # what was saved is what all ranks had scored
     for router in routers:
         router.fresh.zero_()
 optimizers = model.optimizers(optimizer, learning_rate, gate_lr, weight_decay, (beta1, beta2))
@@ -309,11 +309,7 @@ def save(name):
         "step": step, "tokens_per_step": tokens_per_step, "bad_steps": bad_steps, "best_val_loss": best_val_loss,
         "flops": flops, "expected_flops": expected_flops, "lora": adapters,
     }  # fmt: skip
-    for at, router in ((at, m) for at, m in model.named_modules() if isinstance(m, mod.Router)):  # of all ranks
-        fresh = router.fresh.clone()
-        if world > 1:
-            dist.all_reduce(fresh)
-        state["model"][at + ".fresh"] = fresh.cpu()
+    state["model"] |= mod.scores_of_all_ranks(model, world)
     if main:
         try:
             with atomic(os.path.join(out_dir, name)) as file:

@@ -3,11 +3,13 @@ Mixture of Depths, 8 blocks of width 128 on the embedded corpus: which router lo
 
     python runs/mod_v_dense.py settings   rate 0.4: directions of the modulator, rate of the gates, budget, blocks
     python runs/mod_v_dense.py table      routers, rates 0.2 and 0.4, three seeds
+    python runs/mod_v_dense.py rates      4 blocks of width 64, 2000 steps: does the causal rule skip what it was asked?
 """
 
+import json
 import sys
 
-from sweep import sweep, table
+from sweep import ROOT, sweep, table
 
 COMMON = "--device=cpu --save_interval=100 --log_interval=10 --eval_tokens=65536".split()
 LOOK = ["--what=mod", "--depth_tokens=65536", "--batch_size=8"]
@@ -53,7 +55,20 @@ def compared():
     return variants
 
 
+def rates():
+    """One line a rate: what validation tokens really skip, overall"""
+    asked, small = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), ["--n_layer=4", "--n_embd=64", "--max_iters=2000"]
+    variants = {f"{router}_{rate}": skipping(rate, router) for router in ("nag", "learned") for rate in asked}
+    sweep("mod_rates", variants, [4e-3], [1], [*COMMON, *small], LOOK)
+    print("| asked for | nag skips | learned skips |\n|---|---|---|")
+    for rate in asked:
+        runs = (ROOT / f"results/mod_rates/{router}_{rate}-0.004-1/eval.json" for router in ("nag", "learned"))
+        print(f"| {rate} | " + " | ".join(f"{json.load(open(run))['mod']['rate']:.3f}" for run in runs) + " |")
+
+
 if sys.argv[1] == "settings":
     table(sweep("mod_settings", SETTINGS, [4e-3], [1], [*COMMON, "--max_iters=250"], LOOK))
+elif sys.argv[1] == "rates":
+    rates()
 else:
     table(sweep("mod_table", compared(), [4e-3], [1, 2, 3], [*COMMON, "--max_iters=500"], LOOK))
