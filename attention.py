@@ -77,14 +77,16 @@ class Attention(nn.Module):
 
 
 def cpu_attention(q, k, v, mask, chunk=128):
-    """scaled_dot_product_attention for the compiler to make kernels of, in half the time of the library's on a CPU: a
-    chunk of queries after the other, so that most of what a causal mask hides is not computed."""
+    """scaled_dot_product_attention, causal or with a mask that is, for the compiler to make kernels of, in half the
+    time of the library's on a CPU: a chunk of queries after the other, so that most of what is hidden is not computed.
+    The n queries are those of n of the T tokens, in order, so that the first j of them see at most T - n + j keys."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    T, out = q.size(2), []
-    for start in range(0, T, chunk) if mask is None else [0]:
-        end = min(start + chunk, T) if mask is None else k.size(2)
-        at = torch.arange(end, device=q.device)
-        seen = at <= at[start:, None] if mask is None else mask
-        scores = norms.wide(q[:, :, start:end] @ k[:, :, :end].mT) * q.size(3) ** -0.5
-        out.append(scores.masked_fill(~seen, -math.inf).softmax(-1).to(q.dtype) @ v[:, :, :end])
+    n, T, out = q.size(2), k.size(2), []
+    chunks, at = -(-T // chunk), torch.arange(T, device=q.device)
+    for i in range(chunks):  # as many whatever n is, for n moves and T does not
+        start, end = i * n // chunks, (i + 1) * n // chunks
+        keys = T - n + end
+        seen = at[:keys] <= at[start:end, None] if mask is None else mask[..., start:end, :keys]
+        scores = norms.wide(q[:, :, start:end] @ k[:, :, :keys].mT) * q.size(3) ** -0.5
+        out.append(scores.masked_fill(~seen, -math.inf).softmax(-1).to(q.dtype) @ v[:, :, :keys])
     return torch.cat(out, 2)

@@ -271,9 +271,10 @@ def skipping(model, batches, ids):
     def runs(x):
         chosen = []
         for i, (_, residual, h, before, _) in enumerate(walk(model, x)):
-            router = (model.blocks[i // 2].attn_router, model.blocks[i // 2].mlp_router)[i % 2]
+            block = model.blocks[i // 2]
+            router = (block.attn_router, block.mlp_router)[i % 2]
             if router is not None:
-                chosen.append(router.choose(router.score(h, before, residual))[1])
+                chosen.append(router.choose(router.score(h, before, residual, block.scale))[1])
         return torch.stack(chosen)  # (routers, B, T)
 
     n = sum(len(x) for x, _ in batches)

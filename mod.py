@@ -4,10 +4,12 @@ router, Figliolia & Millidge 2026, arXiv 2606.16112). Every token gets a score q
 
     nag       q = atan(a) / atan(alpha_l), the share of the sublayer's largest rotation that the token would make   (1)
     learned   q = sigmoid(<w, h> + b) on what the sublayer reads h; what it writes is multiplied by q               (2)
-    random    q is a random number: the control
+    random    q is a random number, in evaluation one of the position: the control
 
 A token that skips passes unchanged; with NAG's router and mod_fallback it turns by the same a towards a learned v_l.
-Keys and values are made for all tokens; queries, scores, output projection, MLP and experts for those that run.
+Keys and values are made for all tokens; queries, scores, output projection, MLP and experts for those that run. In
+evaluation, attention is computed for as many rows of each text of a batch as of the one with most; a compiled model,
+where no shape may follow from the data, computes all rows and uses those that run.
 
 Training: of T tokens those k with the highest q run, gathered, so that what is skipped is not computed. Looking for the
 highest looks ahead, so evaluation and generation use a threshold instead: a token runs where q >= tau.              (3)
@@ -38,6 +40,7 @@ def take(x, rows):
 class Router(nn.Module):
     def __init__(self, config, residual, layer):
         super().__init__()
+        self.pointwise = layer % 2 == 0  # an MLP or experts: a row is computed without the others
         self.rate, self.kind = config.mod_rate, config.mod_router
         self.geometric, self.learned = self.kind == "nag", self.kind == "learned"
         if self.geometric and not hasattr(residual, "turn"):
@@ -51,7 +54,8 @@ class Router(nn.Module):
             raise ValueError(f"mod_router={self.kind!r} does not use mod_fallback: leave it at True")
         if self.kind == "random":
             g = torch.Generator("cpu").manual_seed(layer)
-            self.register_buffer("table", torch.rand(config.block_size, generator=g, device="cpu"), persistent=False)
+            table = (torch.randperm(config.block_size, generator=g, device="cpu") + 0.5) / config.block_size
+            self.register_buffer("table", table, persistent=False)
         self.register_buffer("histogram", torch.zeros(BINS))
         self.register_buffer("fresh", torch.zeros(BINS, dtype=torch.int64))  # this rank's scores since the last balance
         self.register_buffer("tau", torch.zeros(1))
@@ -73,9 +77,9 @@ class Router(nn.Module):
             nn.init.normal_(self.w, std=self.w.numel() ** -0.5)
             nn.init.zeros_(self.b)
 
-    def score(self, h, stream, residual):
+    def score(self, h, stream, residual, scale):
         if self.geometric:
-            a, most = residual.turn(stream.x), residual.ramp * residual.alpha
+            a, most = scale * residual.turn(stream.x), scale * residual.ramp * residual.alpha
             return (torch.atan(a.abs()) / (torch.atan(most.abs()) + 1e-12))[..., 0]  # (1)
         if self.learned:
             return torch.sigmoid((wide(h) * self.w).sum(-1) + self.b)  # (2)
@@ -97,14 +101,17 @@ class Router(nn.Module):
 
     def forward(self, sublayer, residual, h, stream, scale):
         """The sublayer on the rows that run, and its write; sublayer: (h, rows) -> (B, k, C)"""
-        q = self.score(h, stream, residual)
+        q = self.score(h, stream, residual, scale)
         if self.training or self.collect:
             with torch.no_grad():
                 bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
                 self.fresh.index_add_(0, bins, torch.ones_like(bins))
-        rows, runs = self.choose(q)
-        f, runs = sublayer(h, rows), runs[..., None]
+        shape = (1, -1) if self.pointwise and not (self.training or self.look_ahead) else q.shape
+        rows, runs = self.choose(q.reshape(shape))
+        h, runs = h.reshape(*shape, h.size(-1)), runs.view_as(q)[..., None]
+        f = sublayer(h, rows)
         full = f if rows is None else torch.zeros_like(h, dtype=f.dtype).scatter(1, rows[..., None].expand_as(f), f)
+        full = full.view_as(stream.x)
         if self.v is not None:
             return residual.write(stream, torch.where(runs, full, self.v.to(f.dtype)), scale)
         new = residual.write(stream, full, scale * q[..., None] if self.learned else scale)

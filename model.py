@@ -1,6 +1,6 @@
 """
 A GPT whose residual stream is a setting. The model is the usual one: rotary positions, grouped-query attention, an MLP.
-All that a residual mode changes is in the two lines of Block.forward that read, and the two that write.
+All that a residual mode changes is in the line of Block.sublayer that reads, and the one that writes.
 
 Names of tensors in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, D = C / H, V vocab_size.
 """
@@ -270,7 +270,11 @@ class GPT(nn.Module):
         }
         made = []
         if kind == "muon":  # match_rms_adamw: updates as large as AdamW's, so that learning_rate keeps its meaning
-            made.append(torch.optim.Muon([groups.pop("matrices")], lr=learning_rate, adjust_lr_fn="match_rms_adamw"))
+            muon = groups.pop("matrices")
+            stacked = {linear.weight for m in moe.layers(self) for linear in m.stacks}  # many matrices, not one
+            groups["experts"] = muon | {"params": [p for p in muon["params"] if p in stacked]}
+            muon["params"] = [p for p in muon["params"] if p not in stacked]
+            made.append(torch.optim.Muon([muon], lr=learning_rate, adjust_lr_fn="match_rms_adamw"))
         if groups:  # not so for adapters under Muon
             fused = self.embed.weight.device.type in ("cuda", "cpu")
             made.append(torch.optim.AdamW([*groups.values()], lr=learning_rate, betas=betas, fused=fused))
@@ -283,9 +287,9 @@ class GPT(nn.Module):
 
     def flops_per_token(self):
         """Matmul FLOPs of a training step: 2 for each weight of a matrix, the head too, tied or not; 2 C for the score
-        of a query with a key and 2 C to sum the values, (T + 1) / 2 keys on average, but all T where queries are
-        gathered, since a mask then hides the others. The backward: twice that. Not counted: the experts that a token
-        does not pass, what the tokens that skip would have cost, and gradients of weights that are frozen."""
+        of a query with a key and 2 C to sum the values, (T + 1) / 2 keys on average, for k queries that are gathered
+        T - (k - 1) / 2, which is what is needed wherever they are. The backward: twice that. Not counted: the
+        experts that a token does not pass, what the tokens that skip would have cost, gradients of frozen weights."""
         C, T = self.config.n_embd, self.config.block_size
 
         def cost(modules):
@@ -300,8 +304,9 @@ class GPT(nn.Module):
                 mlp = cost(m for m in block.mlp.modules() if isinstance(m, nn.Linear)) - idle
                 total -= (1 - block.mlp_router.k / T) * mlp
             if block.attn_router is not None:  # keys and values are made for all
-                ran = block.attn_router.k / T
-                total -= (1 - ran) * cost((block.attn.wq, block.attn.wo)) + 6 * C * (T + 1) - ran * 12 * C * T
+                k = block.attn_router.k
+                total -= (1 - k / T) * cost((block.attn.wq, block.attn.wo))
+                total -= 6 * C * (T + 1 - k / T * (2 * T - k + 1))
         return total
 
 

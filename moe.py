@@ -70,7 +70,9 @@ class MoE(nn.Module):
         self.gate = nn.Linear(C, E * hidden, bias=False) if gated else None
         self.stacks = [linear for linear in (self.up, self.gate, self.down) if linear is not None]
         self.register_buffer("bias", torch.zeros(E))
-        self.register_buffer("load", torch.zeros(E), persistent=False)  # tokens of each expert since the last balance
+        self.register_buffer(
+            "load", torch.zeros(E, dtype=torch.int64), persistent=False
+        )  # tokens since the last balance
         self.penalty = None  # (4), of the last forward in training
 
     def forward(self, h):
@@ -78,7 +80,7 @@ class MoE(nn.Module):
         s = wide(self.router(x)).softmax(-1)  # (N, E)
         chosen = (s + self.bias).topk(self.k).indices  # (N, k)                                                     (1)
         pairs, order = chosen.flatten().sort(stable=True)  # (N k,): experts in order, and which pair that was
-        load = torch.zeros_like(self.load).index_add_(0, pairs, torch.ones_like(pairs, dtype=self.load.dtype))
+        load = torch.zeros_like(self.load).index_add_(0, pairs, torch.ones_like(pairs))
         ends, rows = load.cumsum(0).to(torch.int32), order // self.k
         if self.training:
             self.load += load
@@ -105,7 +107,7 @@ def layers(model):
 @torch.no_grad()
 def balance(experts, world=1):
     """Eq. 3, behind an optimizer step, the same on every rank. Returns how the tokens were spread, (layers, E)"""
-    load = torch.stack([moe.load for moe in experts])
+    load = torch.stack([moe.load for moe in experts]).float()
     if world > 1:
         dist.all_reduce(load)
     for moe, row in zip(experts, load):

@@ -234,11 +234,12 @@ def similarity(axes, runs):
     axes.set(xlabel="sublayer", ylabel="sublayer")
 
 
-def against(axes, runs, x_of, but, value, **style):
-    """One line a group of runs that differ in x_of(their settings): the mean of value(run) over seeds, with a band"""
+def against(axes, runs, x_of, but, value, shared=(), **style):
+    """One line a group of runs that differ in x_of(their settings): the mean of value(run) over seeds, with a band.
+    shared: runs that belong to every group of their mode"""
     for label, (residual, members) in grouped(runs, but).items():
         points = {}
-        for run in members:
+        for run in members + [run for run in shared if read_log(run)[0]["residual"] == residual]:
             points.setdefault(x_of(read_log(run)[0]), []).append(value(run))
         x = sorted(points)
         mean = [sum(points[at]) / len(points[at]) for at in x]
@@ -253,7 +254,9 @@ def final_loss(run):
 
 
 def rate(axes, runs):
-    against(axes, runs, lambda s: s["mod_rate"], ["mod_rate", "mod_on"], final_loss)
+    dense = [run for run in runs if read_log(run)[0]["mod_rate"] == 0]
+    routed, but = [run for run in runs if run not in dense], ["mod_rate", "gate_lr", "nag_directions"]
+    against(axes, routed, lambda s: s["mod_rate"], but, final_loss, dense)
     axes.set(xlabel="share of tokens that skip", ylabel="validation loss (nats a token)")
 
 

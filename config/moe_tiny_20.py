@@ -3,4 +3,4 @@
 out_dir = "out/moe_tiny_20"
 n_layer = 8
 n_embd = 160
-n_hidden = 248
+n_hidden = 240

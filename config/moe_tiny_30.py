@@ -3,4 +3,4 @@
 out_dir = "out/moe_tiny_30"
 n_layer = 6
 n_embd = 184
-n_hidden = 288
+n_hidden = 280

@@ -3,4 +3,4 @@
 out_dir = "out/moe_tiny_40"
 n_layer = 5
 n_embd = 200
-n_hidden = 320
+n_hidden = 312

@@ -3,4 +3,4 @@
 out_dir = "out/moe_tiny_60"
 n_layer = 4
 n_embd = 232
-n_hidden = 336
+n_hidden = 328

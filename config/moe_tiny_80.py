@@ -3,4 +3,4 @@
 out_dir = "out/moe_tiny_80"
 n_layer = 3
 n_embd = 248
-n_hidden = 440
+n_hidden = 424

@@ -25,7 +25,9 @@ def final_loss(run):
     header, last = next(r["run"] for r in records if "run" in r), records[-1]
     if last.get("bad_steps", 0) >= header["settings"]["max_bad_steps"]:
         return math.inf
-    return last["val_loss"] if last["step"] >= header["max_iters"] else None
+    budget = header["settings"].get("flops_budget")
+    finished = last["flops"] >= budget if budget else last["step"] >= header["max_iters"]
+    return last["val_loss"] if finished else None
 
 
 def train(run, args, then):
@@ -42,7 +44,8 @@ def train(run, args, then):
 
 
 def sweep(name, variants, learning_rates, seeds, common=(), then=()):
-    """variants: {name: arguments of train.py}. Returns {variant: {lr: [loss of each seed]}}."""
+    """variants: {name: arguments of train.py}; then: arguments of eval.py, or a function from the variant to them.
+    Returns {variant: {lr: [loss of each seed]}}."""
 
     def run(variant, lr, seed):
         return ROOT / "results" / name / f"{variant}-{lr:g}-{seed}"
@@ -50,14 +53,17 @@ def sweep(name, variants, learning_rates, seeds, common=(), then=()):
     def args(variant, lr, seed):
         return [*common, *variants[variant], f"--learning_rate={lr}", f"--seed={seed}"]
 
+    def job(at):
+        train(run(*at), args(*at), then(at[0]) if callable(then) else then)
+
     def best(variant):
         return min(learning_rates, key=lambda lr: final_loss(run(variant, lr, seeds[0])))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         grid = [(variant, lr, seeds[0]) for lr in learning_rates for variant in variants]
-        list(pool.map(lambda job: train(run(*job), args(*job), then), grid))
+        list(pool.map(job, grid))
         more = [(variant, best(variant), seed) for seed in seeds[1:] for variant in variants]
-        list(pool.map(lambda job: train(run(*job), args(*job), then), more))
+        list(pool.map(job, more))
     return {
         v: {lr: [x for s in seeds if (x := final_loss(run(v, lr, s))) is not None] for lr in learning_rates}
         for v in variants
