@@ -218,8 +218,8 @@ def recursion(model, start):
         for block in model.blocks:
             norms = (block.attn_residual.norm, block.mlp_residual.norm)
             spreads = [(float(n.lam) / n.kappa if bound == "most" else math.tanh(n.lam) / n.kappa) ** 2 for n in norms]
-            paper = added_variance(block, model.config.block_size)["paper"][0] * spreads[0]
-            v += float(paper / (norms[0].lam / norms[0].kappa) ** 2)
+            added = added_variance(block, model.config.block_size)["gain aware"][0] * spreads[0]
+            v += float(added / (norms[0].lam / norms[0].kappa) ** 2)
             values.append(v)
             v += block.scale**2 * mlp_variance(block.mlp, norms[1].gain, spreads[1])
     return grown
@@ -238,7 +238,7 @@ def variance(model, batches):
                 squares.append(torch.stack([v[..., 0], stream.x.square().mean(-1)]))
             if isinstance(residual.norm, bhyt.BoundedTanh):
                 known = v if before.lane is None else before.lane  # predicted, before the MLP of bhyt
-                z, kappa = before.x * torch.rsqrt(known), residual.norm.kappa
+                z, kappa = before.x * torch.rsqrt(known + residual.norm.eps), residual.norm.kappa
                 out = torch.tanh(residual.norm.lam / kappa * z)
                 of_norms[:, i] += torch.stack([(z.abs() > kappa).float().mean(), out.square().mean()]).cpu() * len(x)
         parts.append(torch.stack(squares))  # (n_layer, 2, B, T)

@@ -52,7 +52,7 @@ class GPTConfig:
     bhyt_lambda: tuple = (2.0, 1.0, 0.0)  # bhyt: start of lambda before attention, MLP, head; 0 there: an RMSNorm
     bhyt_learned: bool = True  # bhyt: learn lambda
     bhyt_unit: bool = False  # bhyt: start gamma where a norm's outputs have variance 1, at kappa / lambda; False: at 1
-    bhyt_gain_aware: bool = False  # bhyt: the predicted variance takes the norm's gain into account
+    bhyt_gain_aware: bool = False  # bhyt: the predicted variance knows the norm's gain, as it has to for bhyt_unit
     bhyt_causal: bool = False  # bhyt: it takes into account how many tokens there are to attend to
     nag_alpha_power: float = 0.5  # nag: alpha of sublayer l starts at l^-nag_alpha_power
     nag_directions: int = 32  # nag: directions of the modulator; 0: no modulator, m = 1

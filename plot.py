@@ -24,6 +24,7 @@ gives the same bytes. A missing file is an error. Writes OUT.png and OUT.svg.
 """
 
 import json
+import math
 import os
 import sys
 
@@ -129,18 +130,23 @@ def time(axes, runs):
     losses_against(axes, runs, "seconds", 60, "minutes of training")
 
 
+def reached(run, goal, key):
+    """The tokens, steps or seconds at which the validation loss came down to the goal; between two evaluations it is
+    taken to fall evenly. None if it did not"""
+    steps = [r for r in steps_of(run) if r["val_loss"] is not None]
+    at = next((n for n, r in enumerate(steps) if r["val_loss"] <= goal), None)
+    if at is None:
+        return None
+    a, b = steps[max(0, at - 1)], steps[at]
+    share = (a["val_loss"] - goal) / (a["val_loss"] - b["val_loss"]) if at else 1.0
+    return a[key] + share * (b[key] - a[key])
+
+
 def target(axes, runs):
-    """Between two evaluations the loss is taken to fall evenly."""
     goal, groups, right = max(map(final_loss, runs)), grouped(runs), axes.twinx()
     for i, (residual, members) in enumerate(groups.values()):
         for key, unit, side, shift in (("tokens", 1e6, axes, -0.2), ("seconds", 60, right, 0.2)):
-            needed = []
-            for run in members:
-                steps = [r for r in steps_of(run) if r["val_loss"] is not None]
-                at = next(n for n, r in enumerate(steps) if r["val_loss"] <= goal)
-                a, b = steps[max(0, at - 1)], steps[at]
-                share = (a["val_loss"] - goal) / (a["val_loss"] - b["val_loss"]) if at else 1.0
-                needed.append((a[key] + share * (b[key] - a[key])) / unit)
+            needed = [reached(run, goal, key) / unit for run in members]
             mean = sum(needed) / len(needed)
             error = [[mean - min(needed)], [max(needed) - mean]]
             hatch = None if side is axes else "//"
@@ -250,6 +256,10 @@ def against(axes, runs, x_of, but, value, shared=(), **style):
 
 
 def final_loss(run):
+    """Infinity for a run that diverged, which no line goes through"""
+    header, records = read_log(run)
+    if records and records[-1].get("bad_steps", 0) >= header.get("max_bad_steps", math.inf):
+        return math.inf
     return [r["val_loss"] for r in read_log(run)[1] if r["val_loss"] is not None][-1]
 
 
@@ -268,7 +278,7 @@ def ladder(axes, runs):
 
 def stability(axes, runs):
     def growth(run):
-        values = read_eval(run, "depth")["variance"]
+        values = read_eval(run, "depth")["variance"] if final_loss(run) < math.inf else [0, 1, math.inf]
         return values[-1] / values[1]
 
     right = axes.twinx()
@@ -288,15 +298,26 @@ def map_(axes, runs):
 
 
 def predicted(axes, runs):
+    names = {(False, False): "paper", (True, False): "gain aware", (False, True): "causal", (True, True): "both"}
     for run in runs:
-        report, label = read_eval(run, "variance"), read_log(run)[0]["residual"]
+        report, settings = read_eval(run, "variance"), read_log(run)[0]
+        label, used = settings["residual"], names[settings["bhyt_gain_aware"], settings["bhyt_causal"]]
         blocks = range(len(report["measured"]))
         axes.plot(blocks, report["measured"], color=COLOURS[label], lw=1.5, label=f"{label}: measured")
-        axes.plot(blocks, report["paper"]["predicted"], color=COLOURS[label], lw=1.5, ls="--", label="predicted")
+        axes.plot(blocks, report[used]["predicted"], color=COLOURS[label], lw=1.5, ls="--", label=f"predicted: {used}")
         if "recursion" in report:
             least, most = (report["recursion"][bound] for bound in ("least", "most"))
             axes.fill_between(blocks, least, most, color="0.8", label="the theory's recursion, uncorrelated")
     axes.set(xlabel="block", ylabel="variance before the MLP", yscale="log")
+
+
+def bounded(axes, runs):
+    for run in runs:
+        report, label = read_eval(run, "variance"), read_log(run)[0]["residual"]
+        least, most, norms = report["output, at least"], report["output, at most"], range(len(report["output"]))
+        axes.fill_between(norms, least, most, color="0.8", label="between the theory's bounds")
+        axes.plot(norms, report["output"], color=COLOURS[label], lw=1.5, marker="o", ms=3, label=f"{label}: measured")
+    axes.set(xlabel="sublayer", ylabel="variance of tanh, before its gain", yscale="log")
 
 
 def speed(axes, files):
@@ -316,7 +337,8 @@ def speed(axes, files):
 FIGURES = {
     "loss": loss, "flops": flops, "time": time, "target": target, "variance": variance, "norm": norm,
     "rotation": rotation, "alpha": alpha, "dropped": dropped, "calibrated": calibrated, "similarity": similarity,
-    "rate": rate, "ladder": ladder, "map": map_, "stability": stability, "predicted": predicted, "speed": speed,
+    "rate": rate, "ladder": ladder, "map": map_, "stability": stability, "predicted": predicted,
+    "bounded": bounded, "speed": speed,
 }  # fmt: skip
 
 
@@ -339,6 +361,7 @@ def main(figure, out, *runs):
     stem = os.path.splitext(out)[0]
     fig.savefig(stem + ".png", dpi=150, metadata={"Software": None})
     fig.savefig(stem + ".svg", metadata={"Date": None})
+    plt.close(fig)
     print(f"{stem}.png {stem}.svg")
 
 

@@ -1033,13 +1033,14 @@ def test_bhyt_gradients_stay_below_those_of_rmsnorm():
 
 @pytest.mark.parametrize("p", [0.5, 0.9, 0.99])
 def test_bhyt_saturates_for_no_more_features_than_chebyshev_allows(p):
-    kappa, g = (1 - p) ** -0.5, torch.Generator().manual_seed(0)
+    g = torch.Generator().manual_seed(0)
     spike = torch.full((1, 1000), 1e-3)
     spike[0, : round(1000 * (1 - p))] = 1.0  # the worst there is
     for x in (torch.randn(50, 1000, generator=g), torch.randn(50, 1000, generator=g) ** 5, spike,
               torch.randn(50, 1000, generator=g) / torch.randn(50, 1000, generator=g)):  # fmt: skip
-        share = (x.abs() > kappa * x.square().mean(-1, keepdim=True).sqrt()).float().mean(-1)
-        assert share.max() <= 1 - p + 1e-6
+        norm = bhyt.BoundedTanh(GPTConfig(n_embd=1000, bhyt_p=p, norm_eps=1e-12), lam=1.5)
+        norm.reset_parameters()
+        assert (norm(x).abs() > math.tanh(1.5) + 1e-6).float().mean(-1).max() <= 1 - p + 1e-6  # beyond lam, that is
 
 
 def test_bhyt_unit_starts_with_outputs_as_large_as_a_norms():
@@ -1148,7 +1149,14 @@ def test_eval_holds_bhyts_prediction_against_what_it_measures(data, tmp_path):
 
 
 @pytest.mark.parametrize("residual", ["bhyt", "bhyt_exact"])
-@pytest.mark.parametrize("changes", [{}, dict(activation="swiglu", n_kv_head=1, bias=True)], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, dict(activation="swiglu", n_kv_head=1, bias=True),
+        dict(branch_scale="depth", bhyt_lambda=(2.0, 1.0, 0.5), tied=False, moe_experts=3, moe_shared=8),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_folded_equals_unfolded(residual, changes):
     model, idx = shaken(tiny(residual=residual, **changes)).eval(), some_ids()
     logits, text = model(idx)[0], generate.generate(model, idx[:, :4], 20, temperature=0)
@@ -1159,6 +1167,10 @@ def test_folded_equals_unfolded(residual, changes):
     assert model.num_params() == count - 2 * 2 * (32 + 1)
     with pytest.raises(ValueError, match="residual='lns' has nothing to fold"):
         bhyt.fold(tiny(residual="lns"))
+    adapted = tiny(residual=residual)
+    lora.adapt(adapted, 2, 4.0, 0.0, "wq")
+    with pytest.raises(ValueError, match="merge it first"):
+        bhyt.fold(adapted)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1598,7 +1610,14 @@ SAME = ["--dropout=0.1", "--lr_decay_iters=6", "--eval_interval=2", "--save_inte
         ["--alpha_warmup_iters=5"],
         ["--optimizer=muon", "--residual=dyt"],
         ["--gradient_accumulation_steps=2", "--mod_on=both", "--mod_rate=0.4"],
-        ["--moe_experts=4", "--mod_on=mlp", "--mod_rate=0.3", "--mod_router=learned", "--bhyt_interval=2"],
+        [
+            "--residual=bhyt",
+            "--bhyt_interval=2",
+            "--moe_experts=4",
+            "--mod_on=mlp",
+            "--mod_rate=0.3",
+            "--mod_router=learned",
+        ],
     ],
     ids=str,
 )
@@ -2388,7 +2407,7 @@ def test_documents_in_a_row_do_not_see_each_other(changes):
     other = idx.clone()
     other[:, :10] = some_ids(1, seed=5)[:, :10]
     torch.testing.assert_close(model(other, None, docs)[0][:, 10:], packed[:, 10:], atol=1e-5, rtol=1e-4)
-    if changes and changes["residual"] != "bhyt":  # rotary positions are relative
+    if changes:  # rotary positions are relative
         torch.testing.assert_close(packed[:, 10:25], model(idx[:, 10:25])[0], atol=1e-4, rtol=1e-3)
     if changes is None:
         model.train()
@@ -2496,7 +2515,8 @@ def test_figures_are_the_same_bytes_each_time_and_name_what_is_missing(two_runs,
     script("eval.py", f"--out_dir={skips}", "--what=variance,mod", "--depth_tokens=64")
     bench = tmp_path / "bench.json"
     bench.write_text(json.dumps({"modes": {"prenorm": {"ratio": [1, 1, 1]}, "nag": {"ratio": [1.01, 1.02, 1.04]}}}))
-    for_figure = {"alpha": runs[:2], "map": [skips], "predicted": [skips], "speed": [str(bench)]}
+    for_figure = {"alpha": runs[:2], "map": [skips], "predicted": [skips], "bounded": [skips]}
+    for_figure["speed"] = [str(bench)]
     for figure in plot.FIGURES:
         made = []
         for turn in "12":

@@ -132,6 +132,10 @@ if dtype == "auto":
     dtype = "bfloat16" if computes_bfloat16(device.type) else "float32"
 if alpha_warmup_iters and settings["residual"] != "nag":
     fail(f"alpha_warmup_iters={alpha_warmup_iters} needs residual='nag', the only mode that has it")
+if bhyt_interval != 100 and settings["residual"] not in ("bhyt", "prenorm_approx"):
+    fail(f"bhyt_interval={bhyt_interval} needs residual='bhyt' or 'prenorm_approx', the modes that predict a variance")
+if sft_data is not None and settings["bhyt_causal"]:
+    fail("bhyt_causal counts tokens from the start of a row, where sft_data packs several conversations: leave it out")
 if shard == "fsdp" and world == 1:
     fail("shard='fsdp' needs several processes: start it with torchrun")
 if compile is None:
