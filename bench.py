@@ -219,7 +219,9 @@ def recipe(settings, copy, matmul):
         "bfloat16, fused": dict(bfloat16=True, compile=False),
         "and compiled": dict(bfloat16=True),
     }
-    return compare("training step", {name: stepper(config, **options)[0] for name, options in how.items()})
+    flops = batch_size * config.block_size * GPT(config).flops_per_token()
+    steps = {name: stepper(config, **options)[0] for name, options in how.items()}
+    return compare("training step", steps, lambda name, t: f"{flops / t / matmul:.0%} of the matrix rate")
 
 
 def kept(config, spend, device_, dtype_):

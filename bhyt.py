@@ -38,8 +38,8 @@ class Tanh(torch.autograd.Function):
             t = torch.tanh(z)
         else:
             z = z.clamp(-8.0, 8.0)
-            w, up, down = z * z, 0.0, 0.0
-            for a, b in zip(UP, DOWN):
+            w, up, down = z * z, UP[0], DOWN[0]
+            for a, b in zip(UP[1:], DOWN[1:]):
                 up, down = up * w + a, down * w + b
             t = z * up / down
         ctx.save_for_backward(t)
