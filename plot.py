@@ -242,15 +242,17 @@ def similarity(axes, runs):
 
 def against(axes, runs, x_of, but, value, shared=(), **style):
     """One line a group of runs that differ in x_of(their settings): the mean of value(run) over seeds, with a band.
-    shared: runs that belong to every group of their mode"""
+    shared: runs that belong to every group of their mode. Groups of one mode have its colour and differ in their marks"""
+    seen = []
     for label, (residual, members) in grouped(runs, but).items():
-        points = {}
+        points, mark = {}, "osD^v"[seen.count(residual) % 5]
+        seen.append(residual)
         for run in members + [run for run in shared if read_log(run)[0]["residual"] == residual]:
             points.setdefault(x_of(read_log(run)[0]), []).append(value(run))
         x = sorted(points)
         mean = [sum(points[at]) / len(points[at]) for at in x]
-        look = {"marker": "o", "ms": 4, "lw": 1.5, "label": label} | style
-        (line,) = axes.plot(x, mean, color=COLOURS[residual] if label == residual else None, **look)
+        look = {"marker": mark, "ms": 5, "lw": 1.5, "label": label, "ls": ("-", "--")[mark != "o"]} | style
+        (line,) = axes.plot(x, mean, color=COLOURS[residual], **look)
         low, high = [min(points[at]) for at in x], [max(points[at]) for at in x]
         axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
 
@@ -313,11 +315,12 @@ def predicted(axes, runs):
 
 def bounded(axes, runs):
     for run in runs:
-        report, label = read_eval(run, "variance"), read_log(run)[0]["residual"]
-        least, most, norms = report["output, at least"], report["output, at most"], range(len(report["output"]))
-        axes.fill_between(norms, least, most, color="0.8", label="between the theory's bounds")
-        axes.plot(norms, report["output"], color=COLOURS[label], lw=1.5, marker="o", ms=3, label=f"{label}: measured")
-    axes.set(xlabel="sublayer", ylabel="variance of tanh, before its gain", yscale="log")
+        report, mode = read_eval(run, "variance"), read_log(run)[0]["residual"]
+        for first, kind, mark in ((0, "attention", "o"), (1, "MLP", "s")):
+            measured, least, most = (report[k][first::2] for k in ("output", "output, at least", "output, at most"))
+            axes.fill_between(range(len(least)), least, most, color=("0.85", "0.7")[first], label=f"{kind}: the bounds")
+            axes.plot(measured, mark + "-", color=COLOURS[mode], lw=1.5, ms=4, label=f"{mode}, {kind}: measured")
+    axes.set(xlabel="block", ylabel="variance of what the tanh puts out", yscale="log")
 
 
 def speed(axes, files):
