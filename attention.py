@@ -71,8 +71,10 @@ class Attention(nn.Module):
         if torch.compiler.is_compiling() and q.device.type == "cpu" and cache is None and not dropout:
             y = cpu_attention(q, k, v, mask)
         else:
-            grouped = self.n_kv_head != self.n_head
-            y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=grouped)
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+                enable_gqa=self.n_kv_head != self.n_head,
+            )  # fmt: skip
         return self.wo(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 

@@ -242,7 +242,7 @@ def similarity(axes, runs):
 
 def against(axes, runs, x_of, but, value, shared=(), **style):
     """One line a group of runs that differ in x_of(their settings): the mean of value(run) over seeds, with a band.
-    shared: runs that belong to every group of their mode. Groups of one mode have its colour and differ in their marks"""
+    shared: runs that belong to every group of their mode. Groups of a mode have its colour and differ in their marks"""
     seen = []
     for label, (residual, members) in grouped(runs, but).items():
         points, mark = {}, "osD^v"[seen.count(residual) % 5]

@@ -1929,15 +1929,16 @@ def test_ddp_fsdp_and_one_process_give_one_curve_and_resume_exactly(data, tmp_pa
 def test_bhyts_c_is_the_same_sharded_and_refreshed_when_due(data, tmp_path):
     steps = ["--residual=bhyt", "--bhyt_gain_aware=True", "--max_iters=4", "--gradient_accumulation_steps=2"]
     train(data, tmp_path / "one", *steps, "--bhyt_interval=3")
-    process = start(data, tmp_path / "fsdp", *steps, "--bhyt_interval=3", "--shard=fsdp", ranks=2)
-    output = process.communicate()[0]
-    assert process.returncode == 0, output
+    for name, more in (("fsdp", ["--shard=fsdp"]), ("ddp", [])):
+        process = start(data, tmp_path / name, *steps, "--bhyt_interval=3", *more, ranks=2)
+        output = process.communicate()[0]
+        assert process.returncode == 0, output
     train(data, tmp_path / "before", *steps, "--max_iters=3", "--lr_decay_iters=4")
     _, model = ask.load(tmp_path / "before" / "ckpt.pt")
     saved = checkpoint(tmp_path / "before")["model"]
     stale = [saved[f"blocks.{b}.attn_residual.c"].item() for b in range(2)]
     for b, block in enumerate(model.blocks):
-        for run in ("one", "fsdp"):
+        for run in ("one", "fsdp", "ddp"):
             c = checkpoint(tmp_path / run)["model"][f"blocks.{b}.attn_residual.c"].item()
             assert c == pytest.approx(block.attn_residual.c.item(), rel=1e-4) and c != pytest.approx(stale[b], rel=1e-3)
 
