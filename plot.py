@@ -295,8 +295,9 @@ def stability(axes, runs):
 def map_(axes, runs):
     report = read_eval(runs[0], "mod")
     axes.imshow(report["map"], aspect="auto", cmap="Greys", interpolation="nearest")
-    axes.set(xlabel="token", yticks=range(len(report["where"])), yticklabels=report["where"])
-    axes.plot([], [], "s", color="black", label="ran")
+    axes.set(xlabel="token (black: it ran)", yticks=range(len(report["where"])), yticklabels=report["where"])
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(False)
 
 
 def predicted(axes, runs):
