@@ -297,7 +297,6 @@ def map_(axes, runs):
     axes.imshow(report["map"], aspect="auto", cmap="Greys", interpolation="nearest")
     axes.set(xlabel="token (black: it ran)", yticks=range(len(report["where"])), yticklabels=report["where"])
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(False)
 
 
 def predicted(axes, runs):
