@@ -96,6 +96,8 @@ def literal(text, types):
 def read_file(path):
     try:
         body = ast.parse(open(path).read()).body
+    except FileNotFoundError:
+        raise SystemExit(f"{path}: no such config file; settings are written --key=value")
     except (OSError, ValueError, SyntaxError) as error:
         raise SystemExit(f"{path}: not a readable config file ({error}); settings are written --key=value")
     for node in body:

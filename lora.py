@@ -151,6 +151,8 @@ def read_conversations(source):
     """Lists of turns, the user's and the assistant's in alternation: LIMA's records {"conversations": [...]}"""
     if os.path.exists(source):
         records = map(json.loads, filter(str.strip, open(source, encoding="utf-8")))
+    elif str(source).endswith((".json", ".jsonl")):
+        raise SystemExit(f"{source}: no such file")
     else:
         from datasets import load_dataset
 
@@ -166,8 +168,7 @@ def read_conversations(source):
 class Conversations:
     """Rows (3, T) of inputs, targets and numbers of conversations: as many whole ones as fit behind each other, of
     which none attends to another. Only answers are targets; everything else, and what fills the row up, is -1. What is
-    longer than a row is cut. (The tokens of a row do compete for who runs under mod in training, and bhyt_causal counts
-    positions from the row's start.)"""
+    longer than a row is cut. (The tokens of a row do compete for who runs under mod in training.)"""
 
     def __init__(self, source, split, encoding, T):
         self.rows, self.T, room, self.kept, self.cut, self.dropped = [], T, 0, 0, 0, 0

@@ -17,6 +17,7 @@ Figures from logs: python plot.py FIGURE OUT.png RUN [RUN ...]
     map        which tokens of a text ran where, from one RUN/eval.json
     stability  final validation loss, and growth of the variance, against the learning rate, from both
     predicted  BHyT's predicted variance beside the measured one, and the theory's, from each RUN/eval.json
+    bounded    the variance of what BHyT's tanh puts out, between the theory's bounds, likewise
     speed      bars of the ratios that bench.py wrote, from each JSON
 
 Runs that differ only in their seed become one line, their mean, with a band from the least to the most. The same input
@@ -51,7 +52,9 @@ def read_log(run):
 def read_eval(run, part):
     report = json.load(need(os.path.join(run, "eval.json")))
     if part not in report:
-        raise SystemExit(f"plot.py: {run}/eval.json has no {part}: python eval.py --out_dir={run} --what={part}")
+        who = {"variance": "of bhyt and its kin, ", "mod": "with tokens that skip, "}.get(part, "")
+        how = f"for a run {who}python eval.py --out_dir={run} --what={part}"
+        raise SystemExit(f"plot.py: {run}/eval.json has no {part}: {how}")
     return report[part]
 
 
@@ -115,7 +118,7 @@ def losses_against(axes, runs, key, unit, label):
                 axes.plot(
                     *curve("val_loss")(run), **(look | {"label": None if i else look["label"], "marker": "o", "ms": 3})
                 )
-    axes.set(xlabel=label, ylabel="validation loss (nats a token)")
+    axes.set(xlabel=label, ylabel="validation loss (nats a token)" + (", thin: training" if key == "tokens" else ""))
 
 
 def loss(axes, runs):

@@ -123,7 +123,7 @@ def test_settings_take_values_of_their_type(tmp_path):
         ("--deep=1", "deep expects bool, got 1 (int)"),
         ("--budget=lots", "budget expects float or None, got 'lots' (str)"),
         ("--steps", "--steps: write it as --key=value"),
-        ("nowhere.py", "nowhere.py: not a readable config file"),
+        ("nowhere.py", "nowhere.py: no such config file"),
     ],
 )
 def test_settings_refuse_with_a_line_that_says_what_to_do(tmp_path, argv, message):
@@ -2394,8 +2394,9 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
     )  # what is too long is cut, if something of an answer is left
     assert 0 < short.cut <= short.kept and all((short[i][1] >= 0).any() for i in range(len(short)))
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(SystemExit, match="record 0 is not"):
-        lora.Conversations(tmp_path / "bad.jsonl", "train", encoding, 64)
+    for file, message in (("bad.jsonl", "record 0 is not"), ("nowhere.jsonl", "nowhere.jsonl: no such file")):
+        with pytest.raises(SystemExit, match=message):
+            lora.Conversations(tmp_path / file, "train", encoding, 64)
 
 
 @pytest.mark.parametrize("changes", [*(dict(residual=r) for r in RESIDUALS), None], ids=str)

@@ -434,6 +434,7 @@ def due(interval):
 def show(record, eta):
     if main:
         val = "" if record["val_loss"] is None else f" | val {record['val_loss']:.4f}"
+        val += f" | of the pretraining data {record['pretraining_loss']:.4f}" if "pretraining_loss" in record else ""
         mfu = "" if record["mfu"] is None else f" | mfu {record['mfu']:.1%}"
         bad = f" | not finite, skipped: {bad_steps} in a row" if bad_steps else ""
         minutes, seconds = divmod(round(eta), 60)
