@@ -195,6 +195,7 @@ def added_variance(block, T):
     return {"paper": paper, "gain aware": aware, "causal": paper * causal, "both": aware * causal}
 
 
+@torch.no_grad()
 def mlp_variance(mlp, gain, spread):
     """Mean square of an MLP's output features, were its inputs independent normals of variance spread * gain^2, and its
     hidden units uncorrelated (which they are not, relu's least of all: some percent)"""
