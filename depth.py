@@ -210,19 +210,23 @@ def mlp_variance(mlp, gain, spread):
     return float((mlp.down.weight.square().sum(0).cpu() * hidden).sum() / mlp.down.out_features)
 
 
-def recursion(model, start):
-    """The recursion of the paper's Theorem 3.5 at rho = 0: the variance before every MLP, if what is added were
-    uncorrelated with the stream, between the bounds of a norm's output (for inputs below kappa standard deviations)"""
+def recursion(model, start, rho):
+    """The paper's Theorem 3.5: the variance before every MLP, where each sublayer adds some a, between the bounds of a
+    norm's output (for inputs below kappa standard deviations). rho: how what is added correlates with the stream"""
+
+    def grow(v, a, rho):
+        return v + a + 2 * rho * math.sqrt(v * a)
+
     grown = {"least": [], "most": []}
     for bound, values in grown.items():
         v = start
-        for block in model.blocks:
+        for b, block in enumerate(model.blocks):
             norms = (block.attn_residual.norm, block.mlp_residual.norm)
             spreads = [(float(n.lam) / n.kappa if bound == "most" else math.tanh(n.lam) / n.kappa) ** 2 for n in norms]
             added = added_variance(block, model.config.block_size)["gain aware"][0] * spreads[0]
-            v += float(added / (norms[0].lam / norms[0].kappa) ** 2)
+            v = grow(v, float(added / (norms[0].lam / norms[0].kappa) ** 2), rho[2 * b])
             values.append(v)
-            v += block.scale**2 * mlp_variance(block.mlp, norms[1].gain, spreads[1])
+            v = grow(v, block.scale**2 * mlp_variance(block.mlp, norms[1].gain, spreads[1]), rho[2 * b + 1])
     return grown
 
 
@@ -230,7 +234,7 @@ def recursion(model, start):
 def variance(model, batches):
     """The mean square of a token's stream before the MLP, against its prediction, block by block. For BHyT also, norm
     by norm, the share of inputs beyond lambda, the variance of the output between its bounds, and the recursion."""
-    parts, of_norms, n = [], torch.zeros(2, 2 * model.config.n_layer), sum(len(x) for x, _ in batches)
+    parts, of_norms, n = [], torch.zeros(3, 2 * model.config.n_layer), sum(len(x) for x, _ in batches)
     for x, _ in batches:
         squares = []
         for i, (sublayer, residual, _, before, stream) in enumerate(walk(model, x)):
@@ -241,7 +245,9 @@ def variance(model, batches):
                 known = v if before.lane is None else before.lane  # predicted, before the MLP of bhyt
                 z, kappa = before.x * torch.rsqrt(known + residual.norm.eps), residual.norm.kappa
                 out = torch.tanh(residual.norm.lam / kappa * z)
-                of_norms[:, i] += torch.stack([(z.abs() > kappa).float().mean(), out.square().mean()]).cpu() * len(x)
+                rho = F.cosine_similarity(before.x, stream.x - before.x, dim=-1).mean()
+                of_norm = torch.stack([(z.abs() > kappa).float().mean(), out.square().mean(), rho])
+                of_norms[:, i] += of_norm.cpu() * len(x)
         parts.append(torch.stack(squares))  # (n_layer, 2, B, T)
     before, behind = torch.cat(parts, dim=2).double().unbind(1)
     report = {"measured": behind.mean((1, 2)).tolist()}
@@ -252,11 +258,11 @@ def variance(model, batches):
         report[variant] = {"predicted": predicted.mean((1, 2)).tolist(), **{k: [f[k] for f in fits] for k in fits[0]}}
     norms = [norm for block in model.blocks for norm in (block.attn_residual.norm, block.mlp_residual.norm)]
     if isinstance(norms[0], bhyt.BoundedTanh):
-        report["saturated"], report["output"] = (of_norms / n).tolist()
+        report["saturated"], report["output"], report["rho"] = (of_norms / n).tolist()
         report["output, at most"] = [(float(norm.lam) / norm.kappa) ** 2 for norm in norms]
         report["output, at least"] = [(math.tanh(norm.lam) / norm.kappa) ** 2 for norm in norms]
         if not model.config.moe_experts:
-            report["recursion"] = recursion(model, float(before[0].mean()))
+            report["recursion"] = recursion(model, float(before[0].mean()), report["rho"])
     return report
 
 

@@ -312,7 +312,7 @@ def predicted(axes, runs):
         axes.plot(blocks, report[used]["predicted"], color=COLOURS[label], lw=1.5, ls="--", label=f"predicted: {used}")
         if "recursion" in report:
             least, most = (report["recursion"][bound] for bound in ("least", "most"))
-            axes.fill_between(blocks, least, most, color="0.8", label="the theory's recursion, uncorrelated")
+            axes.fill_between(blocks, least, most, color="0.8", label="the theory's recursion")
     axes.set(xlabel="block", ylabel="variance before the MLP", yscale="log")
 
 

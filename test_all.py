@@ -1133,16 +1133,23 @@ def test_eval_holds_bhyts_prediction_against_what_it_measures(data, tmp_path):
         assert report["output, at least"][2 * b] < out < report["output, at most"][2 * b]
     assert max(report["saturated"]) < 0.01
     first, grown = model.blocks[0], report["recursion"]
-    v0 = depth.walk(model, x)
-    start = next(v0)[3].x.square().mean().item()
+    (_, _, _, before, behind), (_, _, _, _, after), *_ = depth.walk(model, x)
+    start, streams = before.x.square().mean().item(), (before.x, behind.x, after.x)
+    rho = [F.cosine_similarity(a, b - a, dim=-1).mean().item() for a, b in itertools.pairwise(streams)]
+    assert report["rho"][:2] == pytest.approx(rho, rel=1e-3)
+
+    def grow(v, a, rho):
+        return v + a + 2 * rho * math.sqrt(v * a)
+
     for bound, of in (("least", torch.tanh), ("most", lambda lam: lam)):
         spreads = [(of(n.norm.lam) / n.norm.kappa).item() ** 2 for n in (first.attn_residual, first.mlp_residual)]
         c = bhyt.attention_gain(first.attn.wv.weight, first.attn.wo.weight, 2, 2, 32).item()
-        assert grown[bound][0] == pytest.approx(start + c * spreads[0], rel=1e-3)
+        assert grown[bound][0] == pytest.approx(grow(start, c * spreads[0], rho[0]), rel=3e-3)
         c = bhyt.attention_gain(model.blocks[1].attn.wv.weight, model.blocks[1].attn.wo.weight, 2, 2, 32).item()
         spread = (of(model.blocks[1].attn_residual.norm.lam) / 10).item() ** 2
         through = depth.mlp_variance(first.mlp, first.mlp_residual.norm.gain, spreads[1])
-        assert grown[bound][1] == pytest.approx(grown[bound][0] + through + c * spread, rel=1e-3)
+        v = grow(grow(grown[bound][0], through, rho[1]), c * spread, report["rho"][2])
+        assert grown[bound][1] == pytest.approx(v, rel=3e-3)
     with pytest.raises(SystemExit, match="variance is not one of loss, depth, sample, tasks"):
         train(data, tmp_path / "nag")
         script("eval.py", f"--out_dir={tmp_path / 'nag'}", "--what=variance")
