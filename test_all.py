@@ -2714,7 +2714,8 @@ def test_every_command_of_the_readme_runs_at_toy_size(tmp_path):
         elif "classroom.py" in command:
             toy += " --steps=3 --width=32 --batch_size=16"
         elif "bench.py" in command:
-            toy += " --n_layer=1 --n_head=2 --n_embd=32 --rounds=2" + (" --what=residual" if "quick" in command else "")
+            toy += " --n_layer=1 --n_head=2 --n_kv_head=1 --n_embd=32 --n_hidden=32 --vocab_size=300 --rounds=2"
+            toy += " --what=residual" if "quick" in command else ""
             toy += " --modes=nag" if "--modes" in command else ""
         result = subprocess.run(["bash", "-c", toy], cwd=place, env=env, capture_output=True, text=True)
         assert result.returncode == 0, f"{command}\n{result.stdout[-1500:]}\n{result.stderr[-3000:]}"
