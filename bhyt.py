@@ -20,9 +20,8 @@ Differs from the release: lam is really frozen where it is not learned. As there
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from norms import FinalNorm, PreNorm, make_norm, refuse, wide
+from norms import FinalNorm, PreNorm, gathered, make_norm, refuse, wide
 
 UP = (1.50631041e-08, 2.17741688e-05, 0.00356421217, 0.134382384, 0.99999997)
 DOWN = (8.4541874e-07, 0.0003399271, 0.0261362291, 0.467715592, 1)
@@ -102,10 +101,6 @@ class BHyTExact(PreNorm):
         self.norm = BoundedTanh(config, config.bhyt_lambda[(layer - 1) % 2])
 
 
-def whole(w):
-    return w.full_tensor() if isinstance(w, DTensor) else w
-
-
 class PreNormApprox(PreNorm):
     gain_aware = causal = False
 
@@ -121,8 +116,8 @@ class PreNormApprox(PreNorm):
         """Eq. 4 from the weights as they are now. In place and on the device, so that nothing waits or recompiles."""
         if self.norm.gain is None:  # folded: c is what it is
             return
-        w_v, w_o = (whole(linear.weight) for linear in (attention.wv, attention.wo))
-        w_v = w_v * whole(self.norm.gain) if self.gain_aware else w_v
+        w_v, w_o = (gathered(linear.weight) for linear in (attention.wv, attention.wo))
+        w_v = w_v * gathered(self.norm.gain) if self.gain_aware else w_v
         self.c.copy_(attention_gain(w_v, w_o, attention.n_head, attention.n_kv_head, self.T))
 
     def output_variance(self):

@@ -239,12 +239,14 @@ class GPT(nn.Module):
 
     def param_groups(self):
         """Names of parameters by how they are trained. Decided by what owns a parameter, never by its name."""
-        groups = {"matrices": [], "embeddings": [], "vectors": [], "gates": []}
-        residual = RESIDUALS[self.config.residual]
+        groups = {"matrices": [], "experts": [], "embeddings": [], "vectors": [], "gates": []}
+        residual, stacked = RESIDUALS[self.config.residual], [linear for m in moe.layers(self) for linear in m.stacks]
         for name, p in self.named_parameters():
             owner = self.get_submodule(name.rpartition(".")[0])
             if owner in (self.embed, self.head):
                 groups["embeddings"].append(name)
+            elif owner in stacked:  # many matrices, one above the other, and not one
+                groups["experts"].append(name)
             elif isinstance(owner, nn.Linear) and p.ndim == 2:
                 groups["matrices"].append(name)
             elif isinstance(owner, (residual, residual.ends, mod.Router)) or (
@@ -260,8 +262,8 @@ class GPT(nn.Module):
         named, names = dict(self.named_parameters()), self.param_groups()
         assert sorted(sum(names.values(), [])) == sorted(named), "every parameter is in exactly one group"
         gate_lr = learning_rate if gate_lr is None else gate_lr
-        peaks = {"matrices": learning_rate, "embeddings": learning_rate, "vectors": learning_rate, "gates": gate_lr}
-        decays = {"matrices": weight_decay, "embeddings": weight_decay, "vectors": 0.0, "gates": 0.0}
+        peaks = dict.fromkeys(names, learning_rate) | {"gates": gate_lr}
+        decays = dict.fromkeys(names, weight_decay) | {"vectors": 0.0, "gates": 0.0}
         params = {key: [named[n] for n in names[key] if named[n].requires_grad] for key in names}
         groups = {
             key: {"params": params[key], "peak": peaks[key], "weight_decay": decays[key]}
@@ -270,11 +272,7 @@ class GPT(nn.Module):
         }
         made = []
         if kind == "muon":  # match_rms_adamw: updates as large as AdamW's, so that learning_rate keeps its meaning
-            muon = groups.pop("matrices")
-            stacked = {linear.weight for m in moe.layers(self) for linear in m.stacks}  # many matrices, not one
-            groups["experts"] = muon | {"params": [p for p in muon["params"] if p in stacked]}
-            muon["params"] = [p for p in muon["params"] if p not in stacked]
-            made.append(torch.optim.Muon([muon], lr=learning_rate, adjust_lr_fn="match_rms_adamw"))
+            made.append(torch.optim.Muon([groups.pop("matrices")], lr=learning_rate, adjust_lr_fn="match_rms_adamw"))
         if groups:  # not so for adapters under Muon
             fused = self.embed.weight.device.type in ("cuda", "cpu")
             made.append(torch.optim.AdamW([*groups.values()], lr=learning_rate, betas=betas, fused=fused))

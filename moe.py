@@ -70,9 +70,8 @@ class MoE(nn.Module):
         self.gate = nn.Linear(C, E * hidden, bias=False) if gated else None
         self.stacks = [linear for linear in (self.up, self.gate, self.down) if linear is not None]
         self.register_buffer("bias", torch.zeros(E))
-        self.register_buffer(
-            "load", torch.zeros(E, dtype=torch.int64), persistent=False
-        )  # tokens since the last balance
+        load = torch.zeros(E, dtype=torch.int64)  # tokens of each expert since the last balance
+        self.register_buffer("load", load, persistent=False)
         self.penalty = None  # (4), of the last forward in training
 
     def forward(self, h):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class Stream(NamedTuple):
@@ -40,6 +41,11 @@ def refuse(config, residual, **only):
     for setting, value in only.items():
         if getattr(config, setting) != value:
             raise ValueError(f"residual={residual!r} does not use {setting}: leave it at {value!r}")
+
+
+def gathered(x):
+    """A tensor that FSDP has cut up, whole on every rank, all of which must call this; any other as it is"""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def wide(x):

@@ -146,6 +146,7 @@ def reached(run, goal, key):
 
 
 def target(axes, runs):
+    runs = [run for run in runs if final_loss(run) < math.inf]
     goal, groups, right = max(map(final_loss, runs)), grouped(runs), axes.twinx()
     for i, (residual, members) in enumerate(groups.values()):
         for key, unit, side, shift in (("tokens", 1e6, axes, -0.2), ("seconds", 60, right, 0.2)):
@@ -265,7 +266,7 @@ def final_loss(run):
     header, records = read_log(run)
     if records and records[-1].get("bad_steps", 0) >= header.get("max_bad_steps", math.inf):
         return math.inf
-    return [r["val_loss"] for r in read_log(run)[1] if r["val_loss"] is not None][-1]
+    return [r["val_loss"] for r in records if r["val_loss"] is not None][-1]
 
 
 def rate(axes, runs):

@@ -35,6 +35,7 @@ from depth import gate_health
 from eval import can_compile, computes_bfloat16, count_windows, eval_batches, evaluate
 from model import GPT, GPTConfig
 from nag import NAG
+from norms import gathered
 from prepare_c4 import Loader, Windows, atomic, meta_tokenizer
 
 # where things are
@@ -260,10 +261,6 @@ def learning_rate_factor(step):
         return 1 - (1 - floor) * min(1, max(0, 1 - (last - step) / (wsd_share * last)))
     done = min(1, (step - warm) / max(1, last - warm))
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def gathered(x):
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def whole(x):

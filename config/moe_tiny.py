@@ -1,6 +1,7 @@
 """
 What five small shapes of experts have in common, of width over depth 80, 60, 40, 30 and 20: 8.3e6 parameters within 2%,
-2.8e6 of them active, within 2.5% (widths are multiples of 8, as bfloat16 wants them). A CPU, the embedded corpus; a shape goes behind it:
+2.8e6 of them active, within 2.5% (widths are multiples of 8, as bfloat16 wants them). A CPU, the embedded corpus; a
+shape goes behind it:
 python train.py config/moe_tiny.py config/moe_tiny_40.py --residual=nag
 """
 

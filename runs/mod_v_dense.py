@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 
-from sweep import ROOT, sweep, table
+from sweep import ROOT, final_loss, sweep, table
 
 COMMON = "--device=cpu --save_interval=100 --log_interval=10 --eval_tokens=65536".split()
 RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
@@ -50,21 +50,24 @@ for change in ("budget=layer", "blocks=inner"):
     SETTINGS[f"prenorm_learned_{change}"] = skipping(0.4, "learned", PRENORM, f"--mod_{change}", "--gate_lr=1.2e-2")
 
 
-best = {"dense": gates(4, 3), "nag": gates(4, 3), "no_fallback": gates(4, 3), "learned": gates(4, 3)}
+def tuned(router, rate=None):
+    """The arguments of a router that came out best of the settings, at another rate"""
+    tried = {name: final_loss(ROOT / f"results/mod_settings/{name}-0.004-1") for name in SETTINGS}
+    tried = {name: loss for name, loss in tried.items() if name.startswith(router + "_")}
+    if None in tried.values():
+        raise SystemExit(f"the settings of {router} are not all tried: python runs/mod_v_dense.py settings")
+    return SETTINGS[min(tried, key=tried.get)] + ([] if rate is None else [f"--mod_rate={rate}"])
 
 
 def compared():
-    variants = {"dense": best["dense"], "prenorm_dense": [PRENORM]}
+    variants = {"dense": tuned("dense"), "prenorm_dense": [PRENORM]}
     for rate in (0.2, 0.4):
         variants |= {
-            f"nag_{rate}": skipping(rate, "nag", *best["nag"]),
-            f"no_fallback_{rate}": skipping(rate, "nag", "--mod_fallback=False", *best["no_fallback"]),
-            f"learned_{rate}": skipping(rate, "learned", *best["learned"]),
-            f"random_{rate}": skipping(rate, "random", *best["dense"]),
-            f"prenorm_learned_{rate}": skipping(rate, "learned", PRENORM),
+            f"{router}_{rate}": tuned(router, rate) for router in (*ROUTERS, "prenorm_learned") if router != "dense"
         }
+        variants[f"random_{rate}"] = [*skipping(rate, "random"), *tuned("dense")]
     for on in ("attention", "mlp"):
-        variants |= {f"{r}_{on}_0.4": skipping(0.4, r, *best[r], on=on) for r in ("nag", "learned")}
+        variants |= {f"{router}_{on}_0.4": [*tuned(router), f"--mod_on={on}"] for router in ("nag", "learned")}
     return variants
 
 
@@ -74,24 +77,33 @@ def skipped(name, variant):
     return statistics.mean(report["rate"] for report in reports)
 
 
-if sys.argv[1] == "settings":
+def settings():
     table(sweep("mod_settings", SETTINGS, [4e-3], [1], [*COMMON, "--max_iters=250"], look))
-elif sys.argv[1] == "table":
-    table(sweep("mod_table", compared(), [4e-3], [1, 2, 3], [*COMMON, "--max_iters=500"], look))
+
+
+def routers():
+    variants = compared()
+    table(sweep("mod_table", variants, [4e-3], [1, 2, 3], [*COMMON, "--max_iters=500"], look))
     print("| variant | skipped |\n|---|---|")
-    for variant in compared():
+    for variant in variants:
         print(f"| {variant} | {skipped('mod_table', variant):.3f} |" if look(variant) else f"| {variant} | 0 |")
-elif sys.argv[1] == "isoflop":
-    variants = {"dense": best["dense"]}
+
+
+def isoflop():
+    variants = {"dense": tuned("dense")}
     for rate in (0.1, 0.2, 0.25, 0.3, 0.4):
-        variants |= {f"{router}_{rate}": skipping(rate, router, *best[router]) for router in ("nag", "learned")}
+        variants |= {f"{router}_{rate}": tuned(router, rate) for router in ("nag", "learned")}
     table(sweep("isoflop", variants, [4e-3], [1, 2, 3], [*COMMON, "--flops_budget=1.19e13"], look))
-else:
-    small = [*COMMON, "--n_layer=4", "--n_embd=64", "--max_iters=2000"]
-    sweep("mod_rates", {f"{r}_{rate}": skipping(rate, r) for rate in RATES for r in ("nag", "learned")},
-          [4e-3], [1], small, look)  # fmt: skip
+
+
+def rates():
+    small, both = [*COMMON, "--n_layer=4", "--n_embd=64", "--max_iters=2000"], ("nag", "learned")
+    variants = {f"{router}_{rate}": skipping(rate, router) for rate in RATES for router in both}
+    sweep("mod_rates", variants, [4e-3], [1], small, look)
     print("| asked | nag skips | learned skips |\n|---|---|---|")
     for rate in RATES:
-        print(
-            f"| {rate} | " + " | ".join(f"{skipped('mod_rates', f'{r}_{rate}'):.3f}" for r in ("nag", "learned")) + " |"
-        )
+        shares = [skipped("mod_rates", f"{router}_{rate}") for router in both]
+        print(f"| {rate} | {shares[0]:.3f} | {shares[1]:.3f} |")
+
+
+{"settings": settings, "table": routers, "isoflop": isoflop, "rates": rates}[sys.argv[1]]()
