@@ -68,8 +68,8 @@ class Attention(nn.Module):
             mask = mask if docs is None else mask & (mine[:, :, None] == docs[:, None, :])
             mask = mask if mask.dim() == 2 else mask[:, None]
         q, dropout = self.query(h, rope).to(k.dtype), self.dropout * self.training
-        if torch.compiler.is_compiling() and q.device.type == "cpu" and cache is None and not dropout:
-            y = cpu_attention(q, k, v, mask)
+        if torch.compiler.is_compiling() and q.device.type == "cpu" and not dropout:
+            y = cpu_attention(q, k, v, mask, 128 if cache is None else k.size(2))
         else:
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
-def cpu_attention(q, k, v, mask, chunk=128):
+def cpu_attention(q, k, v, mask, chunk):
     """scaled_dot_product_attention, causal or with a mask that is, for the compiler to make kernels of, in half the
     time of the library's on a CPU: a chunk of queries after the other, so that most of what is hidden is not computed.
     The n queries are those of n of the T tokens, in order, so that the first j of them see at most T - n + j keys."""

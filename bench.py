@@ -6,15 +6,19 @@ The stopwatch: candidates side by side in one process, in rotating order, as med
     python bench.py --what=forward,residual --modes=prenorm,prenorm,nag      a mode against itself shows the noise
 
     forward    one block of each mode, the forward alone
-    residual   what two sublayers do besides attention and MLP: read and write, forward and backward
+    residual   what two sublayers do besides attention and MLP: read and write, forward and backward; what the compiler
+               makes of it, in kernels (loops on a CPU) and bytes that they move
     train      a training step of each mode
+    cold       the first training step, in a process of its own with nothing compiled before
     recipe     a training step as train.py does it by default, and what each part of that brings against plain float32
     memory     what a training step keeps for the backward, and the peak, with all that spends less of it
-    generate   reading a prompt, and decoding with a cache, against the time to read the weights once a token
+    generate   reading a prompt, and decoding with a cache, against the time to read the weights once a token, and
+               without one
     mod        a forward and a training step by the share of tokens that skip, beside the FLOPs that are executed
     data       prepare_c4.py's processes against the bare tokenizer, and reading a batch
 """
 
+import logging
 import os
 import platform
 import resource
@@ -26,6 +30,8 @@ from dataclasses import fields, replace
 from multiprocessing import get_context
 
 import torch
+from torch._inductor import metrics
+from torch._inductor.utils import fresh_cache
 
 import bhyt
 from configurator import configure
@@ -168,14 +174,17 @@ def forward(settings, copy, matmul):
 
 def residual(settings, copy, matmul):
     """Both sublayers of a block without what they compute, forward and backward"""
-    kinds, runs = configs(settings), {}
+    kinds, runs, made = configs(settings), {}, {}
+    log = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")  # while it listens, bytes are counted
+    log.propagate = False
+    log.setLevel(logging.INFO)
     if "nag" in kinds:
         kinds["nag, no modulator"] = replace(kinds["nag"], nag_directions=0)
     shape = (batch_size, next(iter(kinds.values())).block_size, next(iter(kinds.values())).n_embd)
     for name, config in kinds.items():
         block = GPT(replace(config, n_layer=1)).to(device).blocks[0]
         x, f1, f2 = (torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(3))
-        grads = [torch.randn_like(x) for _ in range(3)]
+        grads = [torch.randn_like(x) for _ in range(3)] + [torch.randn(*shape[:2], 1, device=device)]
         lane = torch.zeros(*shape[:2], 1, device=device) if config.residual == "nag" else None
         at = torch.arange(shape[1], device=device)[:, None]
 
@@ -183,18 +192,30 @@ def residual(settings, copy, matmul):
         def both(x, f1, f2, block=block, lane=lane, at=at):
             h1, stream = block.attn_residual.read(Stream(x, lane, at))
             h2, stream = block.mlp_residual.read(block.attn_residual.write(stream, f1))
-            return h1, h2, block.mlp_residual.write(stream, f2).x
+            stream = block.mlp_residual.write(stream, f2)
+            return h1, h2, stream.x, *([] if lane is None else [stream.lane])
 
         def run(both=both, inputs=(x, f1, f2), grads=grads):
             with autocast():
                 outputs = both(*inputs)
-            torch.autograd.backward(outputs, grads)
+            torch.autograd.backward(outputs, grads[: len(outputs)])
             for x in inputs:
                 x.grad = None
 
-        runs[name] = run
+        metrics.reset()
+        with fresh_cache():
+            run()
+        of = {"kernels": metrics.generated_kernel_count, "bytes": metrics.num_bytes_accessed}
+        runs[name], made[name] = run, of if of["kernels"] else made[name.removesuffix(" again")]  # they share theirs
+    log.setLevel(logging.WARNING)
     floor = 2 * 8 * x.numel() * x.element_size() / copy  # 8 passes a sublayer: pre-norm and BHyT 4 + 4, NAG 3 + 5
-    return compare("residual alone, one block", runs, lambda name, t: f"{floor / t:.0%} of the copy rate")
+
+    def note(name, t):
+        of = made[name]
+        return f"{floor / t:.0%} of the copy rate; {of['kernels']} kernels, {of['bytes'] / 1e6:.0f} MB"
+
+    report = compare("residual alone, one block", runs, note)
+    return {name: of | made[name] for name, of in report.items()}
 
 
 def train(settings, copy, matmul):
@@ -210,6 +231,25 @@ def train(settings, copy, matmul):
 
     report = compare("training step", runs, note)
     return {name: of | {"refresh": refresh[name]} for name, of in report.items()}
+
+
+def first_steps(config, device_, dtype_):
+    """Seconds of a model's first three steps, in a process of its own"""
+    globals().update(device=device_, dtype=dtype_)
+    with fresh_cache():
+        step, _ = stepper(config)
+        return [seconds(step) for _ in range(3)]
+
+
+def cold(settings, copy, matmul):
+    report = {}
+    print()
+    for name, config in configs(settings).items():
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            first, *later = pool.submit(first_steps, config, device, dtype).result()
+        report[name] = {"first": first, "later": min(later)}
+        print(f"{name}, {config.n_layer} blocks: first step {first:.1f} s, a later one {min(later):.1f} s")
+    return report
 
 
 def recipe(settings, copy, matmul):
@@ -265,7 +305,8 @@ def memory(settings, copy, matmul):
 
 
 def generate(settings, copy, matmul):
-    """Greedy decoding with one compiled step, weights in dtype; the floor: each weight once from memory for a token"""
+    """Greedy decoding with one compiled step, weights in dtype; the floor: each weight once from memory for a token.
+    Without a cache, a token is a forward of all before it, here of as many as there are on average."""
     report, longest = {}, prompt_tokens + max(map(int, new_tokens.split(",")))
     for rows in map(int, batches_of.split(",")):
         runs, notes = {}, {}
@@ -295,6 +336,14 @@ def generate(settings, copy, matmul):
 
                 key = f"{name}, {new} new, {rows} at once"
                 runs[key], notes[key] = run, (new * rows, new * weights / copy)
+                text = torch.randint(config.vocab_size, (rows, prompt_tokens + new // 2), device=device)
+
+                @torch.no_grad()
+                def again(model=model, text=text):
+                    return model(text, last=True)[0].argmax(-1)
+
+                key = f"{name}, {new} new, no cache, {rows} at once"
+                runs[key], notes[key] = again, (rows, None)
 
             key = f"{name}, prompt, {rows} at once"
             runs[key], notes[key] = read, (rows * prompt_tokens, None)
@@ -352,7 +401,7 @@ def data(settings, copy, matmul):
     return report
 
 
-PARTS = {part.__name__: part for part in (forward, residual, train, recipe, memory, generate, mod, data)}
+PARTS = {part.__name__: part for part in (forward, residual, train, cold, recipe, memory, generate, mod, data)}
 QUICK = dict(rounds=3, batch_size=2, rates="0,0.4", prompt_tokens=64, new_tokens="32", batches_of="1", megabytes=1)
 
 

@@ -692,7 +692,7 @@ def test_attention_for_the_compiler_is_the_library_s(queries, keys, n_kv_head):
     rows = torch.stack([torch.randperm(keys)[:queries].sort().values for _ in range(2)])  # some tokens, in order
     rows[0] = torch.arange(keys)[-queries:]  # and the last ones
     mask = (torch.arange(keys) <= rows[..., None])[:, None] if queries < keys else None
-    ours = cpu_attention(q, k, v, mask)
+    ours = cpu_attention(q, k, v, mask, 128)
     theirs = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
     torch.testing.assert_close(ours, theirs)
     g = torch.randn_like(ours)
@@ -2645,10 +2645,16 @@ def test_bench_prints_ratios_and_keeps_every_number(data, tmp_path, capsys):
     argv = "--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2 --rounds=2 --quick=False".split()
     argv += "--prompt_tokens=8 --new_tokens=4 --batches_of=2 --rates=0,0.4 --megabytes=1".split()
     argv += [f"--out={tmp_path / 'bench.json'}"]
-    script("bench.py", "--what=forward,residual,train,recipe,memory,generate,mod", "--modes=nag,nag", *argv)
+    script("bench.py", "--what=forward,residual,train,cold,recipe,memory,generate,mod", "--modes=nag,nag", *argv)
     out, report = capsys.readouterr().out, json.load(open(tmp_path / "bench.json"))
     assert set(report["forward"]) == set(report["train"]) == {"nag", "nag again"}
     assert set(report["residual"]) == {"nag", "nag again", "nag, no modulator"}
+    made = [(of["kernels"], of["bytes"]) for of in report["residual"].values()]
+    assert made[0] == made[1] > made[2] > (1, 16 * 2 * 32 * 32 * 2)
+    assert report["cold"]["nag"]["first"] > report["cold"]["nag"]["later"]
+    assert {"nag, 4 new, 2 at once", "nag, 4 new, no cache, 2 at once", "nag, prompt, 2 at once"} <= set(
+        report["generate"]
+    )
     for part in ("forward", "residual", "train", "recipe", "generate", "mod"):
         first, *_ = report[part].values()
         assert first["ratio"] == [1, 1, 1] and len(first["seconds"]) == 2
@@ -2734,7 +2740,7 @@ def test_files_functions_and_lines_stay_short():
         "prepare_c4.py": 420,
         "eval.py": 445,
         "depth.py": 300,
-        "bench.py": 395,
+        "bench.py": 445,
         "lora.py": 230,
         "plot.py": 380,
         "test_all.py": 3000,
