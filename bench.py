@@ -21,7 +21,6 @@ The stopwatch: candidates side by side in one process, in rotating order, as med
 import logging
 import os
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -32,6 +31,7 @@ from multiprocessing import get_context
 import torch
 from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
+from torch.distributed._tools.mem_tracker import MemTracker
 
 import bhyt
 from configurator import configure
@@ -283,10 +283,14 @@ def kept(config, spend, device_, dtype_):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast():
         loss = model(x, x)[1]
     del loss
-    step()
     if device.startswith("cuda"):
+        step()
         return sum(bytes_of.values()), torch.cuda.max_memory_allocated()
-    return sum(bytes_of.values()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    tracker = MemTracker()  # of tensors that are alive; what the process holds is up to twice that
+    tracker.track_external(model)
+    with tracker:
+        step()
+    return sum(bytes_of.values()), tracker.get_tracker_snapshot("peak")[torch.device(device)]["Total"]
 
 
 def memory(settings, copy, matmul):

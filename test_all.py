@@ -2659,7 +2659,9 @@ def test_bench_prints_ratios_and_keeps_every_number(data, tmp_path, capsys):
         first, *_ = report[part].values()
         assert first["ratio"] == [1, 1, 1] and len(first["seconds"]) == 2
     assert report["memory"]["nag, both"]["kept"] < report["memory"]["nag"]["kept"] / 2
-    assert report["memory"]["nag"]["peak"] > 1e8 and report["copy_bytes_s"] > 1e8 and report["matmul_flops_s"] > 1e8
+    assert report["memory"]["nag, both"]["peak"] < report["memory"]["nag"]["peak"]
+    assert report["memory"]["nag"]["peak"] > report["memory"]["nag"]["kept"] > 1e5
+    assert report["copy_bytes_s"] > 1e8 and report["matmul_flops_s"] > 1e8
     assert "tokens/s" in out and "of reading the weights" in out and "of the FLOPs" in out
     script("bench.py", "--what=data", f"--data_dir={data}", *argv)
     out = capsys.readouterr().out
