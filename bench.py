@@ -258,9 +258,12 @@ def recipe(settings, copy, matmul):
         "float32": dict(bfloat16=False, compile=False, fused=False),
         "bfloat16, fused": dict(bfloat16=True, compile=False),
         "and compiled": dict(bfloat16=True),
+        "and the stream bfloat16": dict(bfloat16=True),
     }
     flops = batch_size * config.block_size * GPT(config).flops_per_token()
-    steps = {name: stepper(config, **options)[0] for name, options in how.items()}
+    steps = {
+        name: stepper(replace(config, bf16_stream="stream" in name), **options)[0] for name, options in how.items()
+    }
     return compare("training step", steps, lambda name, t: f"{flops / t / matmul:.0%} of the matrix rate")
 
 

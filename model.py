@@ -40,6 +40,7 @@ class GPTConfig:
     activation: str = "gelu"  # gelu, relu, silu or swiglu
     qk_norm: bool = False  # RMSNorm on queries and keys
     rope_base: float = 10000.0  # base of the rotary frequencies
+    bf16_stream: bool = False  # where autocast is bfloat16, the stream is too: half of what a residual has to move
     tied: bool = True  # one matrix for embedding and head
     bias: bool = False  # biases in the linears, and LayerNorm's shift
     dropout: float = 0.0  # on the embedding, the attention weights and every sublayer's output
@@ -176,7 +177,10 @@ class GPT(nn.Module):
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
         at = at if cache is None else cache.at + at
         rope = (self.cos[:T], self.sin[:T]) if cache is None else (self.cos[at], self.sin[at])
-        stream = self.ends.embed(self.drop(self.embed(idx)))._replace(at=at[:, None])
+        e = self.drop(self.embed(idx))
+        if self.config.bf16_stream and torch.is_autocast_enabled(e.device.type):
+            e = e.bfloat16()
+        stream = self.ends.embed(e)._replace(at=at[:, None])
         for b, block in enumerate(self.blocks):
             past = None if cache is None else (*cache.kv[b], at)
             run = partial(checkpoint, block, use_reentrant=False) if self.recompute and self.training else block

@@ -490,6 +490,19 @@ def test_a_compiled_step_decodes_as_an_eager_one_and_is_compiled_once(changes):
         assert torch.equal(generate.generate(model, idx, 40, temperature=0, compile=True), expected)
 
 
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_a_bfloat16_stream_is_bfloat16_all_the_way_and_nearly_the_same(residual):
+    low, idx, dtypes = shaken(tiny(residual=residual, bf16_stream=True)), some_ids(), []
+    high = shaken(tiny(residual=residual))
+    for block in low.blocks:
+        block.register_forward_hook(lambda module, args, stream: dtypes.append(stream.x.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        (a, one), (b, two) = (m(idx, idx.roll(-1, 1)) for m in (low, high))
+    one.backward()
+    assert set(dtypes) == {torch.bfloat16} and (a - b).abs().max() < 0.2 * b.std()
+    assert abs(one - two) < 0.01 and all(p.grad.isfinite().all() for p in low.parameters())
+
+
 def test_sampling_follows_the_distribution():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(20000, 4)
     torch.manual_seed(0)
@@ -562,8 +575,9 @@ def test_initial_weights_have_the_variance_they_should(how, std):
 
 FLIPS = dict(
     n_layer=3, n_head=4, n_kv_head=1, n_embd=64, n_hidden=48, vocab_size=65, residual="lns", norm="layer", norm_eps=0.1,
-    activation="swiglu", qk_norm=True, rope_base=100.0, tied=False, bias=True, dropout=0.5, init="xavier",
-    init_scale=0.1, init_out="plain", branch_scale="depth", dyt_alpha=(2.0, 0.1, 0.3), nag_alpha_power=0.1,
+    activation="swiglu", qk_norm=True, rope_base=100.0, bf16_stream=True, tied=False, bias=True, dropout=0.5,
+    init="xavier", init_scale=0.1, init_out="plain", branch_scale="depth", dyt_alpha=(2.0, 0.1, 0.3),
+    nag_alpha_power=0.1,
     bhyt_p=0.9, bhyt_lambda=(1.0, 0.5, 0.5), bhyt_learned=False, bhyt_unit=True, bhyt_gain_aware=True, bhyt_causal=True,
     moe_experts=4, moe_top_k=1, moe_shared=8, moe_balance="loss", moe_rate=0.5, mod_on="both", mod_rate=0.5,
     mod_router="learned", mod_budget="layer", mod_fallback=False, mod_blocks="inner",
@@ -597,7 +611,8 @@ def test_every_model_setting_changes_something(field):
             mod.balance(mod.routers(m), m.config.mod_budget == "global", 0.3)
     idx = some_ids()
     torch.manual_seed(3)
-    losses = [m(idx, idx.roll(-1, 1))[1].item() for m in (one, two)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=field == "bf16_stream"):
+        losses = [m(idx, idx.roll(-1, 1))[1].item() for m in (one, two)]
     assert one.num_params() != two.num_params() or losses[0] != losses[1]
 
 
@@ -1844,6 +1859,7 @@ def test_bad_data_is_refused_with_its_name(data, tmp_path, name, change, message
         (["--flops_budget=0"], "flops_budget=0.0: must be above 0"),
         (["--warmup_iters=1e3"], "warmup_iters=1000.0: must be a number of steps, or a share"),
         (["--alpha_warmup_iters=9", "--residual=lns"], "alpha_warmup_iters=9 needs residual='nag'"),
+        (["--bf16_stream=True", "--dtype=float32"], "bf16_stream=True needs dtype='bfloat16'"),
         (["--seed=-1"], "seed=-1: must be at least 0"),
         (["--min_lr=1.0"], "min_lr=1.0: must be from 0 to learning_rate"),
         (["--n_kv_head=0"], "n_kv_head=0: give at least 1"),
@@ -2742,7 +2758,7 @@ def test_files_functions_and_lines_stay_short():
         "prepare_c4.py": 420,
         "eval.py": 445,
         "depth.py": 300,
-        "bench.py": 445,
+        "bench.py": 450,
         "lora.py": 230,
         "plot.py": 380,
         "test_all.py": 3000,

@@ -137,6 +137,8 @@ if bhyt_interval != 100 and settings["residual"] not in ("bhyt", "prenorm_approx
     fail(f"bhyt_interval={bhyt_interval} needs residual='bhyt' or 'prenorm_approx', the modes that predict a variance")
 if sft_data is not None and settings["bhyt_causal"]:
     fail("bhyt_causal counts tokens from the start of a row, where sft_data packs several conversations: leave it out")
+if settings["bf16_stream"] and dtype == "float32":
+    fail("bf16_stream=True needs dtype='bfloat16'")
 if shard == "fsdp" and world == 1:
     fail("shard='fsdp' needs several processes: start it with torchrun")
 if compile is None:
