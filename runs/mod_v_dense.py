@@ -53,7 +53,9 @@ for change in ("budget=layer", "blocks=inner"):
 def tuned(router, rate=None):
     """The arguments of a router that came out best of the settings, at another rate"""
     tried = {name: final_loss(ROOT / f"results/mod_settings/{name}-0.004-1") for name in SETTINGS}
-    tried = {name: loss for name, loss in tried.items() if name.startswith(router + "_")}
+    tried = {  # with the ends out of it, less is skipped
+        name: loss for name, loss in tried.items() if name.startswith(router + "_") and "blocks" not in name
+    }
     if None in tried.values():
         raise SystemExit(f"the settings of {router} are not all tried: python runs/mod_v_dense.py settings")
     return SETTINGS[min(tried, key=tried.get)] + ([] if rate is None else [f"--mod_rate={rate}"])
