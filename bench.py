@@ -147,6 +147,19 @@ def stepper(config, bfloat16=None, compile=True, fused=True, **spend):
     return step, model
 
 
+def adopt(settings):
+    globals().update(settings)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+
+
+def apart(part, *args):
+    """What part(*args) comes to in a process of its own"""
+    settings = {"device": device, "dtype": dtype, "batch_size": batch_size}
+    with ProcessPoolExecutor(1, get_context("spawn"), adopt, (settings,)) as pool:
+        return pool.submit(part, *args).result()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The parts
 
@@ -233,9 +246,8 @@ def train(settings, copy, matmul):
     return {name: of | {"refresh": refresh[name]} for name, of in report.items()}
 
 
-def first_steps(config, device_, dtype_):
-    """Seconds of a model's first three steps, in a process of its own"""
-    globals().update(device=device_, dtype=dtype_)
+def first_steps(config):
+    """Seconds of each, in a process of its own"""
     with fresh_cache():
         step, _ = stepper(config)
         return [seconds(step) for _ in range(3)]
@@ -245,8 +257,7 @@ def cold(settings, copy, matmul):
     report = {}
     print()
     for name, config in configs(settings).items():
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            first, *later = pool.submit(first_steps, config, device, dtype).result()
+        first, *later = apart(first_steps, config)
         report[name] = {"first": first, "later": min(later)}
         print(f"{name}, {config.n_layer} blocks: first step {first:.1f} s, a later one {min(later):.1f} s")
     return report
@@ -267,11 +278,8 @@ def recipe(settings, copy, matmul):
     return compare("training step", steps, lambda name, t: f"{flops / t / matmul:.0%} of the matrix rate")
 
 
-def kept(config, spend, device_, dtype_):
-    """Bytes that the forward of a training step keeps, and the peak of the step, in a process of its own"""
-    globals().update(device=device_, dtype=dtype_)
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
+def saved(config, spend):
+    """A training step, its model, and the bytes that its forward keeps for the backward"""
     step, model = stepper(config, compile=False, **spend)
     bytes_of, x = {}, tokens(config, batch_size)
     if model.recompute:  # what goes into each block, which no hook gets to see
@@ -284,16 +292,24 @@ def kept(config, spend, device_, dtype_):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast():
-        loss = model(x, x)[1]
-    del loss
+        model(x, x)
+    return step, model, sum(bytes_of.values())
+
+
+def needed(config, spend):
+    """In a process of its own"""
+    deeper = saved(replace(config, n_layer=config.n_layer + 1), spend)[2]
+    step, model, stays = saved(config, spend)
+    report = {"kept": stays, "kept a block": deeper - stays}
     if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
         step()
-        return sum(bytes_of.values()), torch.cuda.max_memory_allocated()
+        return report | {"peak": torch.cuda.max_memory_allocated()}
     tracker = MemTracker()  # of tensors that are alive; what the process holds is up to twice that
     tracker.track_external(model)
     with tracker:
         step()
-    return sum(bytes_of.values()), tracker.get_tracker_snapshot("peak")[torch.device(device)]["Total"]
+    return report | {"peak": tracker.get_tracker_snapshot("peak")[torch.device(device)]["Total"]}
 
 
 def memory(settings, copy, matmul):
@@ -301,13 +317,11 @@ def memory(settings, copy, matmul):
     options = {"": {}, ", chunked loss": {"loss_chunk": 1024}, ", recompute": {"recompute": True}}
     options[", both"] = options[", chunked loss"] | options[", recompute"]
     report = {}
-    print(f"\n{'a training step':<28} {'kept':>10} {'peak':>10}")
+    print(f"\n{'a training step':<28} {'kept':>10} {'a block':>10} {'peak':>10}")
     for name, config in configs(settings).items():
         for more, spend in options.items():
-            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                stays, peak = pool.submit(kept, config, spend, device, dtype).result()
-            report[name + more] = {"kept": stays, "peak": peak, "kept a layer": stays / config.n_layer}
-            print(f"{name + more:<28} {stays / 2**20:>6.0f} MiB {peak / 2**20:>6.0f} MiB")
+            report[name + more] = of = apart(needed, config, spend)
+            print(f"{name + more:<28} " + " ".join(f"{n / 2**20:>6.0f} MiB" for n in of.values()))
     return report
 
 

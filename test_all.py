@@ -2676,7 +2676,9 @@ def test_bench_prints_ratios_and_keeps_every_number(data, tmp_path, capsys):
         assert first["ratio"] == [1, 1, 1] and len(first["seconds"]) == 2
     assert report["memory"]["nag, both"]["kept"] < report["memory"]["nag"]["kept"] / 2
     assert report["memory"]["nag, both"]["peak"] < report["memory"]["nag"]["peak"]
-    assert report["memory"]["nag"]["peak"] > report["memory"]["nag"]["kept"] > 1e5
+    of = report["memory"]["nag"]
+    assert of["peak"] > of["kept"] > of["kept a block"] > 2 * 32 * 32 * 4  # 2 sequences, not the 8 of the default
+    assert of["kept"] < 1e6
     assert report["copy_bytes_s"] > 1e8 and report["matmul_flops_s"] > 1e8
     assert "tokens/s" in out and "of reading the weights" in out and "of the FLOPs" in out
     script("bench.py", "--what=data", f"--data_dir={data}", *argv)
@@ -2758,7 +2760,7 @@ def test_files_functions_and_lines_stay_short():
         "prepare_c4.py": 420,
         "eval.py": 445,
         "depth.py": 300,
-        "bench.py": 450,
+        "bench.py": 465,
         "lora.py": 230,
         "plot.py": 380,
         "test_all.py": 3000,
