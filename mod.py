@@ -16,7 +16,8 @@ highest looks ahead, so evaluation and generation use a threshold instead: a tok
 Every BALANCE steps tau and k follow from a running histogram of q. One tau for all sublayers (mod_budget global): the
 mean share below it is mod_rate, and each sublayer keeps the share that is above; or each its own (layer).           (4)
 
-Differs from the papers: k is the same for all sequences of a batch and moves with the histogram, not with every step.
+Differs from the papers: k is the same for all sequences of a batch and moves with the histogram, not with every step;
+the fallback is off unless asked for, since it lost in every run (README).
 """
 
 from contextlib import contextmanager
@@ -50,8 +51,8 @@ class Router(nn.Module):
             self.w, self.b = nn.Parameter(torch.empty(config.n_embd)), nn.Parameter(torch.empty(1))
         if self.geometric and not config.nag_directions:
             raise ValueError("mod_router='nag' needs nag_directions above 0: without a modulator all tokens turn alike")
-        if config.mod_fallback is False and not self.geometric:
-            raise ValueError(f"mod_router={self.kind!r} does not use mod_fallback: leave it at True")
+        if config.mod_fallback and not self.geometric:
+            raise ValueError(f"mod_router={self.kind!r} does not use mod_fallback: leave it at False")
         if self.kind == "random":
             g = torch.Generator("cpu").manual_seed(layer)
             table = (torch.randperm(config.block_size, generator=g, device="cpu") + 0.5) / config.block_size

@@ -71,7 +71,7 @@ class GPTConfig:
     mod_rate: float = 0.0  # mod: share of tokens that skip; 0: none, and no router
     mod_router: str = "nag"  # mod: what decides: nag, learned or random
     mod_budget: str = "global"  # mod: the rate holds over all sublayers together (global) or in each (layer)
-    mod_fallback: bool = True  # mod: with the nag router, tokens that skip turn towards a learned direction
+    mod_fallback: bool = False  # mod: with the nag router, tokens that skip turn towards a learned direction
     mod_blocks: str = "all"  # mod: blocks that take part: all, alternate (every second) or inner (not the ends)
 
 

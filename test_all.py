@@ -580,7 +580,7 @@ FLIPS = dict(
     nag_alpha_power=0.1,
     bhyt_p=0.9, bhyt_lambda=(1.0, 0.5, 0.5), bhyt_learned=False, bhyt_unit=True, bhyt_gain_aware=True, bhyt_causal=True,
     moe_experts=4, moe_top_k=1, moe_shared=8, moe_balance="loss", moe_rate=0.5, mod_on="both", mod_rate=0.5,
-    mod_router="learned", mod_budget="layer", mod_fallback=False, mod_blocks="inner",
+    mod_router="learned", mod_budget="layer", mod_fallback=True, mod_blocks="inner",
     nag_directions=4, nag_beta=2.0, nag_centre=False, nag_orthogonal=False, nag_lane=False, nag_first_logits=None,
 )  # fmt: skip
 
@@ -644,7 +644,7 @@ def test_every_model_setting_changes_something(field):
         (dict(norm_eps=1e-5), "residual='nag' does not use norm_eps"),
         (dict(init_scale=0.0), "init_scale=0.0: must be above 0"),
         (dict(mod_on="mlp", mod_rate=0.1, nag_directions=0), "mod_router='nag' needs nag_directions above 0"),
-        (dict(mod_on="mlp", mod_rate=0.1, mod_router="learned", mod_fallback=False), "does not use mod_fallback"),
+        (dict(mod_on="mlp", mod_rate=0.1, mod_router="learned", mod_fallback=True), "does not use mod_fallback"),
         (dict(mod_on="mlp", mod_rate=0.1, mod_blocks="inner"), "of n_layer=2 blocks none takes part"),
         (dict(moe_top_k=3), "moe_top_k needs moe_experts above 0"),
         (dict(mod_rate=0.5), "mod_rate=0.5 with mod_on='none'"),
@@ -1250,7 +1250,7 @@ ROUTED = [
     for routed in ({}, dict(mod_on="both", mod_rate=0.4), dict(mod_on="both", mod_rate=0.4, mod_router="learned"))
     if (experts or routed) and (r == "nag" or routed.get("mod_router", "none" if not routed else "nag") != "nag")
 ] + [
-    dict(mod_on="both", mod_rate=0.4, mod_router="random"), dict(mod_on="both", mod_rate=0.4, mod_fallback=False),
+    dict(mod_on="both", mod_rate=0.4, mod_router="random"), dict(mod_on="both", mod_rate=0.4, mod_fallback=True),
     dict(residual="bhyt", mod_on="both", mod_rate=0.4, mod_router="random"),
 ]  # fmt: skip
 
@@ -1342,12 +1342,29 @@ def test_a_moving_k_does_not_recompile():
 def test_rate_zero_is_the_dense_model():
     dense, routed = tiny(), tiny(mod_on="both", mod_rate=0.0)
     assert torch.equal(dense(some_ids())[0], routed(some_ids())[0]) and not mod.routers(routed)
-    everyone = tiny(mod_on="both", mod_rate=0.4, mod_fallback=False)  # and so is one that lets all tokens run
+    everyone = tiny(mod_on="both", mod_rate=0.4)  # and so is one that lets all tokens run
     everyone.load_state_dict(dense.state_dict(), strict=False)
     for router in mod.routers(everyone):
         router.share.fill_(1.0)
         router.settle()
     torch.testing.assert_close(dense(some_ids())[0], everyone(some_ids())[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_token_that_skips_stays_or_turns_towards_a_learned_direction(fallback):
+    model, skipped = routed(mod_on="both", mod_rate=0.4, mod_fallback=fallback).double(), 0
+    walked = zip(mod.routers(model), depth.walk(model, some_ids()), strict=True)
+    for router, (_, residual, h, before, stream) in walked:
+        rest = router.score(h, before, residual, 1.0) < router.tau
+        r, a = before.x[rest], residual.turn(before.x)[rest] if fallback else 0.0
+        if fallback:
+            u = (router.v - router.v.mean()).expand_as(r)
+            u = u - (u * r).sum(-1, keepdim=True) / (r * r).sum(-1, keepdim=True) * r
+            r = (r + a * u / u.square().mean(-1, keepdim=True).sqrt()) / (1 + a * a).sqrt()
+        torch.testing.assert_close(stream.x[rest], r, rtol=1e-6, atol=1e-6)
+        skipped += int(rest.sum())
+    assert skipped
 
 
 def test_skipping_goes_by_the_share_of_the_largest_rotation():

@@ -31,7 +31,7 @@ def look(variant):
 
 ROUTERS = {  # each is tuned on the same grid; the random one takes what is best without a router
     "dense": [],
-    "nag": skipping(0.4, "nag"),
+    "nag": skipping(0.4, "nag", "--mod_fallback=True"),
     "no_fallback": skipping(0.4, "nag", "--mod_fallback=False"),
     "learned": skipping(0.4, "learned"),
 }
@@ -45,7 +45,7 @@ PRENORM = "--residual=prenorm"
 for times in (1, 3):
     SETTINGS[f"prenorm_learned_{times}x"] = skipping(0.4, "learned", PRENORM, f"--gate_lr={times * 4e-3}")
 for change in ("budget=layer", "blocks=inner"):
-    SETTINGS[f"nag_{change}"] = skipping(0.4, "nag", f"--mod_{change}", *gates(4, 3))
+    SETTINGS[f"nag_{change}"] = [*ROUTERS["nag"], f"--mod_{change}", *gates(4, 3)]
     SETTINGS[f"learned_{change}"] = skipping(0.4, "learned", f"--mod_{change}", *gates(4, 3))
     SETTINGS[f"prenorm_learned_{change}"] = skipping(0.4, "learned", PRENORM, f"--mod_{change}", "--gate_lr=1.2e-2")
 
@@ -94,7 +94,7 @@ def routers():
 def isoflop():
     variants = {"dense": tuned("dense")}
     for rate in (0.1, 0.2, 0.25, 0.3, 0.4):
-        variants |= {f"{router}_{rate}": tuned(router, rate) for router in ("nag", "learned")}
+        variants[f"rate_{rate}"] = tuned("no_fallback", rate)
     table(sweep("isoflop", variants, [4e-3], [1, 2, 3], [*COMMON, "--flops_budget=1.19e13"], look))
 
 
