@@ -17,7 +17,7 @@ Every BALANCE steps tau and k follow from a running histogram of q. One tau for 
 mean share below it is mod_rate, and each sublayer keeps the share that is above; or each its own (layer).           (4)
 
 Differs from the papers: k is the same for all sequences of a batch and moves with the histogram, not with every step;
-the fallback is off unless asked for, since it lost in every run (README).
+the fallback is off unless asked for: without it the losses are lower (README, Mixture of depths).
 """
 
 from contextlib import contextmanager
