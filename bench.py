@@ -33,9 +33,8 @@ from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 from torch.distributed._tools.mem_tracker import MemTracker
 
-import bhyt
 from configurator import configure
-from generate import KVCache, compiled_step, next_token
+from generate import FOLDS, KVCache, compiled_step, next_token
 from model import GPT, GPTConfig, settings_of_others
 from norms import Stream, pick
 from prepare_c4 import Loader, Windows, batches, get_tokenizer, in_order, list_files, start_worker, write_json
@@ -127,7 +126,7 @@ def tokens(config, rows):
 
 
 def stepper(config, bfloat16=None, compile=True, fused=True, **spend):
-    """A function that does one training step, and its model"""
+    """A function that does one training step, its model and optimizer"""
     torch.manual_seed(0)
     model = GPT(config).to(device)
     for key, value in spend.items():
@@ -144,7 +143,7 @@ def stepper(config, bfloat16=None, compile=True, fused=True, **spend):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return step, model
+    return step, model, optimizer
 
 
 def adopt(settings):
@@ -235,7 +234,7 @@ def train(settings, copy, matmul):
     """And what BHyT does between steps, every bhyt_interval of them"""
     runs, notes, refresh = {}, {}, {}
     for name, config in configs(settings).items():
-        runs[name], model = stepper(config)
+        runs[name], model, _ = stepper(config)
         notes[name] = batch_size * config.block_size * model.flops_per_token() / matmul
         refresh[name] = min(seconds(model.refresh) for _ in range(3))
 
@@ -249,7 +248,7 @@ def train(settings, copy, matmul):
 def first_steps(config):
     """Seconds of each, in a process of its own"""
     with fresh_cache():
-        step, _ = stepper(config)
+        step, *_ = stepper(config)
         return [seconds(step) for _ in range(3)]
 
 
@@ -279,8 +278,8 @@ def recipe(settings, copy, matmul):
 
 
 def saved(config, spend):
-    """A training step, its model, and the bytes that its forward keeps for the backward"""
-    step, model = stepper(config, compile=False, **spend)
+    """A training step, its model and optimizer, and the bytes that its forward keeps for the backward"""
+    step, model, optimizer = stepper(config, compile=False, **spend)
     bytes_of, x = {}, tokens(config, batch_size)
     if model.recompute:  # what goes into each block, which no hook gets to see
         bytes_of["inputs"] = config.n_layer * x.numel() * 4 * (config.n_embd + 1)
@@ -293,20 +292,21 @@ def saved(config, spend):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast():
         model(x, x)
-    return step, model, sum(bytes_of.values())
+    return step, (model, optimizer), sum(bytes_of.values())
 
 
 def needed(config, spend):
     """In a process of its own"""
     deeper = saved(replace(config, n_layer=config.n_layer + 1), spend)[2]
-    step, model, stays = saved(config, spend)
+    step, lasting, stays = saved(config, spend)
+    step()  # the first fills the optimizer
     report = {"kept": stays, "kept a block": deeper - stays}
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
         step()
         return report | {"peak": torch.cuda.max_memory_allocated()}
     tracker = MemTracker()  # of tensors that are alive; what the process holds is up to twice that
-    tracker.track_external(model)
+    tracker.track_external(*lasting)
     with tracker:
         step()
     return report | {"peak": tracker.get_tracker_snapshot("peak")[torch.device(device)]["Total"]}
@@ -334,11 +334,11 @@ def generate(settings, copy, matmul):
         for name, config in configs(settings).items():
             torch.manual_seed(0)
             model = GPT(replace(config, block_size=longest)).to(device).to(getattr(torch, dtype)).eval()
-            if config.residual in ("bhyt", "bhyt_exact"):
-                bhyt.fold(model)
+            weights = sum(p.numel() * p.element_size() for p in model.parameters())
+            if config.residual in FOLDS:
+                FOLDS[config.residual](model)
             prompt = torch.randint(config.vocab_size, (rows, prompt_tokens), device=device)
             step = compiled_step(prompt.device)
-            weights = sum(p.numel() * p.element_size() for p in model.parameters())
             cache = KVCache(model, rows, longest)
 
             @torch.no_grad()
@@ -383,7 +383,7 @@ def mod(settings, copy, matmul):
     forwards, steps, executed = {}, {}, {}
     for rate in map(float, rates.split(",")):
         on = dict(mod_on="both", mod_rate=rate, mod_router="nag" if config.residual == "nag" else "learned")
-        step, model = stepper(replace(config, **on) if rate else config)
+        step, model, _ = stepper(replace(config, **on) if rate else config)
         x = tokens(config, batch_size)
 
         @torch.no_grad()

@@ -24,7 +24,7 @@ import depth
 import lora
 import mod
 from configurator import configure
-from generate import KVCache, stream_tokens
+from generate import FOLDS, KVCache, stream_tokens
 from model import GPT, GPTConfig
 from prepare_c4 import Windows, meta_tokenizer, read_documents, to_batch, write_json
 
@@ -392,8 +392,8 @@ def answers(parts, model, windows, encoding):
         show_tasks(report)
         yield "tasks", report
     if "sample" in parts:
-        if model.config.residual in ("bhyt", "bhyt_exact"):
-            bhyt.fold(model)  # last, since it is for good
+        if model.config.residual in FOLDS:
+            FOLDS[model.config.residual](model)  # last, since it is for good
         yield "sample", sample(model, encoding, device)
 
 

@@ -8,6 +8,11 @@ import sys
 
 import torch
 
+import bhyt
+import nag
+
+FOLDS = {"nag": nag.fold, "bhyt": bhyt.fold, "bhyt_exact": bhyt.fold}  # what a mode can work out before the first token
+
 
 class KVCache:
     """Keys and values of every layer, at their full length from the start, so that no shape ever changes; how much of

@@ -70,7 +70,7 @@ class NAGEnds(NoEnds):
             if getattr(config, name) is not None and getattr(config, name) < least:
                 raise ValueError(f"{name}={getattr(config, name)}: give at least {least}")
         self.g_enc = nn.Parameter(torch.empty(1)) if config.nag_lane else None
-        self.g_dec, self.start = nn.Parameter(torch.empty(1)), start_of_g_dec(config)
+        self.g_dec, self.start, self.folded = nn.Parameter(torch.empty(1)), start_of_g_dec(config), False
 
     def reset_parameters(self):
         if self.g_enc is not None:
@@ -84,15 +84,26 @@ class NAGEnds(NoEnds):
         return Stream((w / rho).to(e.dtype), rho.log() + (0.0 if self.g_enc is None else self.g_enc))
 
     def readout(self, stream, head):
-        w = wide(head)
-        w = w - w.mean(-1, keepdim=True)
-        w = w * torch.rsqrt(w.square().mean(-1, keepdim=True) + 1e-12)
+        w = head if self.folded else unit_rows(head)
         s = torch.zeros_like(stream.lane) if self.g_enc is None else stream.lane
         heat = torch.exp(s + self.g_dec) / math.sqrt(w.size(1))  # (7)
-        return (wide(stream.x) * heat).to(stream.x.dtype), w.to(head.dtype)
+        return (wide(stream.x) * heat).to(stream.x.dtype), w
 
     def additive(self, stream):
         return wide(stream.x) * stream.lane.exp()
+
+
+def unit_rows(head):
+    w = wide(head)
+    w = w - w.mean(-1, keepdim=True)
+    return (w * torch.rsqrt(w.square().mean(-1, keepdim=True) + 1e-12)).to(head.dtype)  # of (7)
+
+
+def fold(model):
+    """For inference, in place and for good: the rows of the head as (7) has them, once and not for every token"""
+    model.head.weight = nn.Parameter(unit_rows(model.head.weight.detach()))  # of its own, where it was the embedding's
+    model.ends.folded = True
+    return model.eval()
 
 
 def start_of_g_dec(config):

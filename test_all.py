@@ -503,6 +503,17 @@ def test_a_bfloat16_stream_is_bfloat16_all_the_way_and_nearly_the_same(residual)
     assert abs(one - two) < 0.01 and all(p.grad.isfinite().all() for p in low.parameters())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folded_head_of_nag_gives_the_same_logits(tied):
+    model, idx = shaken(tiny(tied=tied)).eval(), some_ids()
+    expected, embedding = model(idx)[0], model.embed.weight.clone()
+    rows = nag.fold(model).head.weight
+    assert torch.equal(model(idx)[0], expected) and torch.equal(model.embed.weight, embedding)
+    torch.testing.assert_close(rows.mean(1), torch.zeros(64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(rows.square().mean(1), torch.ones(64))
+
+
 def test_sampling_follows_the_distribution():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(20000, 4)
     torch.manual_seed(0)
