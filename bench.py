@@ -34,6 +34,7 @@ from torch._inductor.utils import fresh_cache
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from configurator import configure
+from eval import hold_memory
 from generate import FOLDS, KVCache, compiled_step, next_token
 from model import GPT, GPTConfig, settings_of_others
 from norms import Stream, pick
@@ -148,6 +149,7 @@ def stepper(config, bfloat16=None, compile=True, fused=True, **spend):
 
 def adopt(settings):
     globals().update(settings)
+    hold_memory()
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
 
@@ -440,6 +442,7 @@ def main():
         raise SystemExit(f"bench.py: {error}")
     torch._dynamo.config.recompile_limit = 256  # many modes are timed in one process, and each must be compiled
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    hold_memory()
     name = platform.processor() or platform.machine()
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
