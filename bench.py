@@ -1,5 +1,5 @@
 """
-The stopwatch: candidates side by side in one process, in rotating order, as medians, quartiles and ratios to the first.
+The stopwatch: candidates side by side in one process, in changing order, as medians, quartiles and ratios to the first.
 
     python bench.py --quick=True                                        everything but data, small, in two minutes
     python bench.py --what=train --modes=prenorm,nag,bhyt --n_layer=12 --n_head=8 --n_embd=512 --block_size=512
@@ -21,6 +21,7 @@ The stopwatch: candidates side by side in one process, in rotating order, as med
 import logging
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -71,11 +72,11 @@ def seconds(run):
 
 
 def race(candidates):
-    """Seconds of each candidate, all of them in every round, each round beginning with another"""
+    """Seconds of each candidate, all of them in every round, each round in another order: what one leaves in the caches
+    helps or hinders the next"""
     names, times = list(candidates), {name: [] for name in candidates}
     for turn in range(rounds + 2):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in random.Random(turn).sample(names, len(names)):
             times[name].append(seconds(candidates[name]))
     return {name: t[2:] for name, t in times.items()}
 
