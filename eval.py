@@ -150,7 +150,7 @@ def can_compile(device):
 
 def hold_memory():
     """Have glibc keep what tensors free for the next ones. It would give it back to the system, to be faulted in again
-    page by page: thousands of times in a training step on a CPU, a tenth of its time and more."""
+    page by page: thousands of times in a training step on a CPU."""
     if platform.libc_ver()[0] == "glibc":
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
             ctypes.CDLL(None).mallopt(option, 1 << 30)
