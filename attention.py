@@ -81,13 +81,14 @@ class Attention(nn.Module):
 def cpu_attention(q, k, v, mask, chunk):
     """scaled_dot_product_attention, causal or with a mask that is, for the compiler to make kernels of, in half the
     time of the library's on a CPU: a chunk of queries after the other, so that most of what is hidden is not computed.
-    The n queries are those of n of the T tokens, in order, so that the first j of them see at most T - n + j keys."""
+    The n queries are those of n of the T tokens, in order, so that the first j of them see at most T - n + j keys.
+    Products of whole tiles are faster by more than what they compute in vain: hence the rounding to 16 and 32."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     n, T, out = q.size(2), k.size(2), []
-    chunks, at = -(-T // chunk), torch.arange(T, device=q.device)
-    for i in range(chunks):  # as many whatever n is, for n moves and T does not
-        start, end = i * n // chunks, (i + 1) * n // chunks
-        keys = T - n + end
+    chunks, at = -(-T // chunk), torch.arange(T, device=q.device)  # as many whatever n is, for n moves and T does not
+    cuts = [i * n // chunks // 16 * 16 for i in range(chunks)] + [n]
+    for start, end in zip(cuts, cuts[1:]):
+        keys = torch.sym_min(T, -(-(T - n + end) // 32) * 32)
         seen = at[:keys] <= at[start:end, None] if mask is None else mask[..., start:end, :keys]
         scores = norms.wide(q[:, :, start:end] @ k[:, :, :keys].mT) * q.size(3) ** -0.5
         out.append(scores.masked_fill(~seen, -math.inf).softmax(-1).to(q.dtype) @ v[:, :, :keys])

@@ -149,6 +149,7 @@ def stepper(config, bfloat16=None, compile=True, fused=True, **spend):
 
 
 def adopt(settings):
+    """Those of main's settings that a process needs, and the process made ready to be timed"""
     globals().update(settings)
     hold_memory()
     if device.startswith("cuda"):
@@ -187,12 +188,22 @@ def forward(settings, copy, matmul):
     return compare("forward, one block", runs, lambda name, t: f"{notes[name] / t:.0%} of the matrix rate")
 
 
-def residual(settings, copy, matmul):
-    """Both sublayers of a block without what they compute, forward and backward"""
-    kinds, runs, made = configs(settings), {}, {}
+def counted(run):
+    """What the compiler makes of the first run of something; None if it was compiled before"""
     log = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")  # while it listens, bytes are counted
     log.propagate = False
     log.setLevel(logging.INFO)
+    metrics.reset()
+    with fresh_cache():
+        run()
+    log.setLevel(logging.WARNING)
+    kernels = metrics.generated_kernel_count
+    return {"kernels": kernels, "bytes": metrics.num_bytes_accessed} if kernels else None
+
+
+def residual(settings, copy, matmul):
+    """Both sublayers of a block without what they compute, forward and backward"""
+    kinds, runs, made = configs(settings), {}, {}
     if "nag" in kinds:
         kinds["nag, no modulator"] = replace(kinds["nag"], nag_directions=0)
     shape = (batch_size, next(iter(kinds.values())).block_size, next(iter(kinds.values())).n_embd)
@@ -217,12 +228,7 @@ def residual(settings, copy, matmul):
             for x in inputs:
                 x.grad = None
 
-        metrics.reset()
-        with fresh_cache():
-            run()
-        of = {"kernels": metrics.generated_kernel_count, "bytes": metrics.num_bytes_accessed}
-        runs[name], made[name] = run, of if of["kernels"] else made[name.removesuffix(" again")]  # they share theirs
-    log.setLevel(logging.WARNING)
+        runs[name], made[name] = run, counted(run) or made[name.removesuffix(" again")]  # they share what is compiled
     floor = 2 * 8 * x.numel() * x.element_size() / copy  # 8 passes a sublayer: pre-norm and BHyT 4 + 4, NAG 3 + 5
 
     def note(name, t):
@@ -443,10 +449,9 @@ def main():
         raise SystemExit(f"bench.py: {error}")
     torch._dynamo.config.recompile_limit = 256  # many modes are timed in one process, and each must be compiled
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    hold_memory()
+    adopt({})
     name = platform.processor() or platform.machine()
     if device.startswith("cuda"):
-        torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
         name = torch.cuda.get_device_name()
     copy, matmul = floors()

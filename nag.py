@@ -101,6 +101,8 @@ def unit_rows(head):
 
 def fold(model):
     """For inference, in place and for good: the rows of the head as (7) has them, once and not for every token"""
+    if model.ends.folded:
+        raise ValueError("the head is folded already")
     model.head.weight = nn.Parameter(unit_rows(model.head.weight.detach()))  # of its own, where it was the embedding's
     model.ends.folded = True
     return model.eval()

@@ -69,7 +69,9 @@ def compared():
         }
         variants[f"random_{rate}"] = [*skipping(rate, "random"), *tuned("dense")]
     for on in ("attention", "mlp"):
-        variants |= {f"{router}_{on}_0.4": [*tuned(router), f"--mod_on={on}"] for router in ROUTERS if router != "dense"}
+        variants |= {
+            f"{router}_{on}_0.4": [*tuned(router), f"--mod_on={on}"] for router in ROUTERS if router != "dense"
+        }
     return variants
 
 
