@@ -1,19 +1,19 @@
 """
 The stopwatch: candidates side by side in one process, in changing order, as medians, quartiles and ratios to the first.
 
-    python bench.py --quick=True                                        everything but data, small, in two minutes
+    python bench.py --quick=True                                        most parts, small, in two minutes
     python bench.py --what=train --modes=prenorm,nag,bhyt --n_layer=12 --n_head=8 --n_embd=512 --block_size=512
     python bench.py --what=forward,residual --modes=prenorm,prenorm,nag      a mode against itself shows the noise
 
-    forward    one block of each mode, the forward alone
+    forward    one block of each mode, the forward alone, weights and stream in dtype
     residual   what two sublayers do besides attention and MLP: read and write, forward and backward; what the compiler
                makes of it, in kernels (loops on a CPU) and bytes that they move
     train      a training step of each mode
     cold       the first training step, in a process of its own with nothing compiled before
     recipe     a training step as train.py does it by default, and what each part of that brings against plain float32
     memory     what a training step keeps for the backward, and the peak, with all that spends less of it
-    generate   reading a prompt, and decoding with a cache, against the time to read the weights once a token, and
-               without one
+    generate   reading a prompt and a token without a cache, as eval.py does, eagerly; decoding with a cache, as one
+               graph, against the time to read as many bytes as there are weights, once a token
     mod        a forward and a training step by the share of tokens that skip, beside the FLOPs that are executed
     data       prepare_c4.py's processes against the bare tokenizer, and reading a batch
 """
@@ -22,11 +22,13 @@ import logging
 import os
 import platform
 import random
+import re
 import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from multiprocessing import get_context
 
 import torch
@@ -34,9 +36,10 @@ from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from configurator import configure
+from configurator import commit, configure
 from eval import hold_memory
 from generate import FOLDS, KVCache, compiled_step, next_token
+from mod import routers
 from model import GPT, GPTConfig, settings_of_others
 from norms import Stream, pick
 from prepare_c4 import Loader, Windows, batches, get_tokenizer, in_order, list_files, start_worker, write_json
@@ -71,26 +74,44 @@ def seconds(run):
     return time.perf_counter() - began
 
 
+def replayed(run):
+    """On a GPU, the run as one graph: kernels of microseconds would otherwise wait for the host, which is then timed"""
+    if not device.startswith("cuda"):
+        return run
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def race(candidates):
-    """Seconds of each candidate, all of them in every round, each round in another order: what one leaves in the caches
-    helps or hinders the next"""
+    """Seconds of each candidate, all of them in every round, every second round in another order and the one behind it
+    in reverse: what one leaves in the caches helps or hinders the next, and none is always late"""
     names, times = list(candidates), {name: [] for name in candidates}
     for turn in range(rounds + 2):
-        for name in random.Random(turn).sample(names, len(names)):
+        order = random.Random(turn // 2).sample(names, len(names))
+        for name in reversed(order) if turn % 2 else order:
             times[name].append(seconds(candidates[name]))
     return {name: t[2:] for name, t in times.items()}
 
 
 def compare(title, candidates, notes=None):
-    """Print and return the times of each candidate and their ratio to the first's, round by round."""
+    """Print and return the times of each candidate and their ratio to the first's, round by round. notes: a function of
+    a name and all medians"""
     times, report, first = race(candidates), {}, next(iter(candidates))
+    medians = {name: statistics.median(t) for name, t in times.items()}
     print(f"\n{title:<28} {'median':>10} {'quartiles':>21}  time v. {first}")
     for name, t in times.items():
         low, median, high = statistics.quantiles(t, n=4)
         ratios = statistics.quantiles((a / b for a, b in zip(t, times[first])), n=4)
         print(
             f"{name:<28} {median * 1e3:>7.2f} ms {f'{low * 1e3:.2f} - {high * 1e3:.2f} ms':>21}"
-            f"  {ratios[1]:.3f}x ({ratios[0]:.3f} - {ratios[2]:.3f})  {notes(name, median) if notes else ''}"
+            f"  {ratios[1]:.3f}x ({ratios[0]:.3f} - {ratios[2]:.3f})  {notes(name, medians) if notes else ''}"
         )
         report[name] = {"seconds": t, "median": median, "quartiles": [low, high], "ratio": ratios}
     return report
@@ -154,13 +175,7 @@ def adopt(settings):
     hold_memory()
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
-
-
-def apart(part, *args):
-    """What part(*args) comes to in a process of its own"""
-    settings = {"device": device, "dtype": dtype, "batch_size": batch_size}
-    with ProcessPoolExecutor(1, get_context("spawn"), adopt, (settings,)) as pool:
-        return pool.submit(part, *args).result()
+        torch.set_float32_matmul_precision("high")  # as train.py
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,20 +187,19 @@ def forward(settings, copy, matmul):
     runs, notes = {}, {}
     for name, config in configs(settings).items():
         torch.manual_seed(0)
-        model = GPT(replace(config, n_layer=1)).to(device).eval()
+        model = GPT(replace(config, n_layer=1)).to(device, getattr(torch, dtype)).eval()
         block, rope = torch.compile(model.blocks[0]), (model.cos, model.sin)
         e = model.embed(tokens(config, batch_size)).detach()
         stream = model.ends.embed(e)._replace(at=torch.arange(config.block_size, device=device)[:, None])
 
         @torch.no_grad()
         def run(block=block, stream=stream, rope=rope):
-            with autocast():
-                block(stream, rope)
+            block(stream, rope)
 
         head = 2 * 3 * config.n_embd * config.vocab_size
         flops = batch_size * config.block_size * (model.flops_per_token() - head) / 3
-        runs[name], notes[name] = run, flops / matmul
-    return compare("forward, one block", runs, lambda name, t: f"{notes[name] / t:.0%} of the matrix rate")
+        runs[name], notes[name] = replayed(run), flops / matmul
+    return compare("forward, one block", runs, lambda name, t: f"{notes[name] / t[name]:.0%} of the matrix rate")
 
 
 def counted(run):
@@ -213,27 +227,29 @@ def residual(settings, copy, matmul):
         grads = [torch.randn_like(x) for _ in range(3)] + [torch.randn(*shape[:2], 1, device=device)]
         lane = torch.zeros(*shape[:2], 1, device=device) if config.residual == "nag" else None
         at = torch.arange(shape[1], device=device)[:, None]
+        one, params = torch.ones((), dtype=x.dtype, device=device), [*block.attn_residual.parameters()]
+        inputs = [x, f1, f2, *params, *block.mlp_residual.parameters()]
 
         @torch.compile
-        def both(x, f1, f2, block=block, lane=lane, at=at):
+        def both(x, f1, f2, block=block, lane=lane, at=at, one=one):
+            x = x * one  # or h1 would be an input where nothing is computed to read, and its gradient added apart
             h1, stream = block.attn_residual.read(Stream(x, lane, at))
             h2, stream = block.mlp_residual.read(block.attn_residual.write(stream, f1))
             stream = block.mlp_residual.write(stream, f2)
             return h1, h2, stream.x, *([] if lane is None else [stream.lane])
 
-        def run(both=both, inputs=(x, f1, f2), grads=grads):
+        def run(both=both, inputs=inputs, grads=grads):
             with autocast():
-                outputs = both(*inputs)
-            torch.autograd.backward(outputs, grads[: len(outputs)])
-            for x in inputs:
-                x.grad = None
+                outputs = both(*inputs[:3])
+            torch.autograd.grad(outputs, inputs, grads[: len(outputs)], allow_unused=True)
 
-        runs[name], made[name] = run, counted(run) or made[name.removesuffix(" again")]  # they share what is compiled
-    floor = 2 * 8 * x.numel() * x.element_size() / copy  # 8 passes a sublayer: pre-norm and BHyT 4 + 4, NAG 3 + 5
+        made[name] = counted(run) or made[name.removesuffix(" again")]  # they share what is compiled
+        runs[name] = replayed(run)
+    floor = 2 * 8 * x.numel() * x.element_size() / copy  # 8 passes a sublayer: pre-norm and BHyT 4 + 4, NAG 3 + 6
 
     def note(name, t):
         of = made[name]
-        return f"{floor / t:.0%} of the copy rate; {of['kernels']} kernels, {of['bytes'] / 1e6:.0f} MB"
+        return f"{floor / t[name]:.0%} of the copy rate; {of['kernels']} kernels, {of['bytes'] / 1e6:.0f} MB"
 
     report = compare("residual alone, one block", runs, note)
     return {name: of | made[name] for name, of in report.items()}
@@ -248,14 +264,21 @@ def train(settings, copy, matmul):
         refresh[name] = min(seconds(model.refresh) for _ in range(3))
 
     def note(name, t):
-        return f"{notes[name] / t:.0%} of the matrix rate; a refresh takes {refresh[name] / t:.2f} steps"
+        return f"{notes[name] / t[name]:.0%} of the matrix rate; a refresh takes {refresh[name] / t[name]:.2f} steps"
 
     report = compare("training step", runs, note)
     return {name: of | {"refresh": refresh[name]} for name, of in report.items()}
 
 
+def apart(part, *args):
+    """What part(*args) comes to in a process of its own, made by one that has imported this file and done no more"""
+    mine = {"device": device, "dtype": dtype, "batch_size": batch_size}
+    with ProcessPoolExecutor(1, get_context("forkserver"), adopt, (mine,)) as pool:
+        return pool.submit(part, *args).result()
+
+
 def first_steps(config):
-    """Seconds of each, in a process of its own"""
+    """Seconds of each"""
     with fresh_cache():
         step, *_ = stepper(config)
         return [seconds(step) for _ in range(3)]
@@ -283,15 +306,16 @@ def recipe(settings, copy, matmul):
     steps = {
         name: stepper(replace(config, bf16_stream="stream" in name), **options)[0] for name, options in how.items()
     }
-    return compare("training step", steps, lambda name, t: f"{flops / t / matmul:.0%} of the matrix rate")
+    return compare("training step", steps, lambda name, t: f"{flops / t[name] / matmul:.0%} of the matrix rate")
 
 
 def saved(config, spend):
-    """A training step, its model and optimizer, and the bytes that its forward keeps for the backward"""
+    """A training step, its model and optimizer, and the bytes that its forward keeps for the backward, weights in
+    bfloat16 among them"""
     step, model, optimizer = stepper(config, compile=False, **spend)
     bytes_of, x = {}, tokens(config, batch_size)
     if model.recompute:  # what goes into each block, which no hook gets to see
-        bytes_of["inputs"] = config.n_layer * x.numel() * 4 * (config.n_embd + 1)
+        bytes_of["inputs"] = config.n_layer * x.numel() * (config.n_embd * (2 if config.bf16_stream else 4) + 4)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(t):
@@ -305,7 +329,7 @@ def saved(config, spend):
 
 
 def needed(config, spend):
-    """In a process of its own"""
+    """Bytes: kept by all blocks, by one more, and the peak of a second step"""
     deeper = saved(replace(config, n_layer=config.n_layer + 1), spend)[2]
     step, lasting, stays = saved(config, spend)
     step()  # the first fills the optimizer
@@ -323,76 +347,89 @@ def needed(config, spend):
 
 def memory(settings, copy, matmul):
     """Eager, since a compiled block hides what it keeps"""
-    options = {"": {}, ", chunked loss": {"loss_chunk": 1024}, ", recompute": {"recompute": True}}
-    options[", both"] = options[", chunked loss"] | options[", recompute"]
+    options = {"": {}, ", loss in 8 chunks": {"loss_chunk": batch_size * settings["block_size"] // 8}}
+    options[", recompute"] = {"recompute": True}
+    options[", both"] = options[", loss in 8 chunks"] | options[", recompute"]
     report = {}
     print(f"\n{'a training step':<28} {'kept':>10} {'a block':>10} {'peak':>10}")
     for name, config in configs(settings).items():
         for more, spend in options.items():
-            report[name + more] = of = apart(needed, config, spend)
+            report[name + more] = of = apart(needed, config, spend)  # MemTracker never lets go
             print(f"{name + more:<28} " + " ".join(f"{n / 2**20:>6.0f} MiB" for n in of.values()))
     return report
 
 
 def generate(settings, copy, matmul):
-    """Greedy decoding with one compiled step, weights in dtype; the floor: each weight once from memory for a token.
-    Without a cache, a token is a forward of all before it, here of as many as there are on average."""
-    report, longest = {}, prompt_tokens + max(map(int, new_tokens.split(",")))
+    """Greedy, weights in dtype. Without a cache a token is a forward of all before it, here as many as on average."""
+    report, news = {}, list(map(int, new_tokens.split(",")))
+    longest = prompt_tokens + max(news)
     for rows in map(int, batches_of.split(",")):
-        runs, notes = {}, {}
+        prompts, decoders, forwards, weights = {}, {new: {} for new in news}, {new: {} for new in news}, {}
         for name, config in configs(settings).items():
             torch.manual_seed(0)
             model = GPT(replace(config, block_size=longest)).to(device).to(getattr(torch, dtype)).eval()
-            weights = sum(p.numel() * p.element_size() for p in model.parameters())
+            weights[name] = sum(p.numel() * p.element_size() for p in model.parameters())
             if config.residual in FOLDS:
                 FOLDS[config.residual](model)
-            prompt = torch.randint(config.vocab_size, (rows, prompt_tokens), device=device)
-            step = compiled_step(prompt.device)
-            cache = KVCache(model, rows, longest)
+            text = torch.randint(config.vocab_size, (rows, longest), device=device)
+            step, cache = compiled_step(text.device), KVCache(model, rows, longest)
 
             @torch.no_grad()
-            def read(model=model, prompt=prompt, cache=cache):
+            def read(model=model, prompt=text[:, :prompt_tokens], cache=cache):
                 cache.at.zero_()
                 return next_token(model, prompt, cache, 0, None, None, None)
 
             first = read()
-            for new in map(int, new_tokens.split(",")):
 
-                @torch.no_grad()
-                def run(model=model, token=first, cache=cache, step=step, new=new):
-                    cache.at.fill_(prompt_tokens)  # behind the prompt that was read
-                    for _ in range(new):
-                        token = step(model, token, cache, 0, None, None, None).clone()
+            @torch.no_grad()
+            def decode(new, model=model, token=first, cache=cache, step=step):
+                cache.at.fill_(prompt_tokens)  # behind the prompt that was read
+                for _ in range(new):
+                    token = step(model, token, cache, 0, None, None, None).clone()
 
-                key = f"{name}, {new} new, {rows} at once"
-                runs[key], notes[key] = run, (new * rows, new * weights / copy)
-                text = torch.randint(config.vocab_size, (rows, prompt_tokens + new // 2), device=device)
+            @torch.no_grad()
+            def again(new, model=model, text=text):
+                return model(text[:, : prompt_tokens + new // 2], last=True)[0].argmax(-1)
 
-                @torch.no_grad()
-                def again(model=model, text=text):
-                    return model(text, last=True)[0].argmax(-1)
+            prompts[name] = read
+            for new in news:
+                decoders[new][name], forwards[new][name] = partial(decode, new), partial(again, new)
 
-                key = f"{name}, {new} new, no cache, {rows} at once"
-                runs[key], notes[key] = again, (rows, None)
+        buffer = torch.ones(next(iter(weights.values())) // 4, device=device)
+        at_once = f"{rows} at once"
+        report[f"prompt, {at_once}"] = compare(
+            f"prompt, {at_once}", prompts, lambda name, t: f"{rows * prompt_tokens / t[name]:.0f} tokens/s"
+        )
+        for new in news:
 
-            key = f"{name}, prompt, {rows} at once"
-            runs[key], notes[key] = read, (rows * prompt_tokens, None)
+            def bare(new=new):
+                for _ in range(new):
+                    buffer.sum()
 
-        def note(key, t, notes=notes):
-            n, floor = notes[key]
-            return f"{n / t:.0f} tokens/s" + ("" if floor is None else f", {floor / t:.0%} of reading the weights")
+            def note(name, t, new=new):
+                if name == "the weights":
+                    return f"{new * 4 * buffer.numel() / t[name] / 1e9:.1f} GB/s"
+                floor = t["the weights"] * weights[name] / (4 * buffer.numel())
+                return f"{new * rows / t[name]:.1f} tokens/s, {floor / t[name]:.0%} of reading the weights"
 
-        report |= compare("generation", runs, note)
+            key = f"{new} new, {at_once}"
+            report[key] = compare(key, decoders[new] | {"the weights": bare}, note)
+            key = f"a token, no cache, {new} new, {at_once}"
+            report[key] = compare(key, forwards[new], lambda name, t: f"{rows / t[name]:.1f} tokens/s")
     return report
 
 
 def mod(settings, copy, matmul):
-    """Training's rule, gathered, since that is what saves time when compiled"""
+    """Training's rule, gathered, since that is what saves time when compiled; sublayers skip unequally, as they will"""
     config, report = next(iter(configs(settings).values())), {}
     forwards, steps, executed = {}, {}, {}
     for rate in map(float, rates.split(",")):
         on = dict(mod_on="both", mod_rate=rate, mod_router="nag" if config.residual == "nag" else "learned")
         step, model, _ = stepper(replace(config, **on) if rate else config)
+        found = routers(model)
+        for router, more in zip(found, torch.linspace(-0.1, 0.1, len(found)).tolist()):
+            router.share.fill_(1 - rate + more)
+            router.settle()
         x = tokens(config, batch_size)
 
         @torch.no_grad()
@@ -432,14 +469,14 @@ def data(settings, copy, matmul):
 
 
 PARTS = {part.__name__: part for part in (forward, residual, train, cold, recipe, memory, generate, mod, data)}
-QUICK = dict(rounds=3, batch_size=2, rates="0,0.4", prompt_tokens=64, new_tokens="32", batches_of="1", megabytes=1)
+QUICK = "--modes=prenorm,nag --rounds=3 --batch_size=2 --rates=0,0.4 --prompt_tokens=64 --new_tokens=32 --batches_of=1"
 
 
 def main():
-    settings = configure(globals(), GPTConfig, argv=sys.argv[1:])
+    given = sys.argv[1:]
+    settings = configure(globals(), GPTConfig, argv=given)
     if quick:
-        globals().update(QUICK)
-        settings |= QUICK
+        settings = configure(globals(), GPTConfig, argv=[*QUICK.split(), *given])
     try:
         chosen = [pick(PARTS, part, "what") for part in what.split(",")]
         pick({"bfloat16": 0, "float32": 0}, dtype, "dtype")
@@ -450,16 +487,18 @@ def main():
     torch._dynamo.config.recompile_limit = 256  # many modes are timed in one process, and each must be compiled
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     adopt({})
-    name = platform.processor() or platform.machine()
+    cpu = re.search("model name.*: (.*)", open("/proc/cpuinfo").read()) if os.path.exists("/proc/cpuinfo") else None
+    name = cpu[1] if cpu else platform.processor() or platform.machine()
     if device.startswith("cuda"):
-        torch.set_float32_matmul_precision("high")
         name = torch.cuda.get_device_name()
     copy, matmul = floors()
     report = {
-        "settings": settings, "torch": torch.__version__, "threads": torch.get_num_threads(), "device": name,
-        "copy_bytes_s": copy, "matmul_flops_s": matmul,
+        "settings": settings, "git": commit(), "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "device": name, "copy_bytes_s": copy, "matmul_flops_s": matmul,
     }  # fmt: skip
-    print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}, compiled")
+    print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}")
+    shape = "n_layer n_head n_embd block_size vocab_size".split()
+    print(", ".join(f"{key} {settings[key]}" for key in shape) + f", {batch_size} sequences")
     print(f"copy {copy / 1e9:.1f} GB/s, matrix product {matmul / 1e12:.2f} TFLOP/s")
     for part in chosen:
         report[part.__name__] = part(settings, copy, matmul)

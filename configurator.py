@@ -18,8 +18,12 @@ import ast
 import difflib
 import inspect
 import io
+import os
+import shutil
+import subprocess
 import textwrap
 import tokenize
+from functools import partial
 from typing import NamedTuple
 
 TYPES = {t.__name__: t for t in (bool, int, float, str, tuple)} | {"None": type(None)}
@@ -126,6 +130,15 @@ def print_help(namespace, settings):
     print((namespace["__doc__"] or "").strip() + "\n\nsettings, as --key=default:")
     for key, setting in settings.items():
         print(f"  {f'--{key}={setting.default}':<36} {setting.comment}")
+
+
+def commit():
+    """The commit of this directory, and whether it was changed since; nothing where there is no git"""
+    if shutil.which("git") is None:
+        return ""
+    ask = partial(subprocess.run, cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True, text=True)
+    changes = ask(["git", "status", "--porcelain", "--untracked-files=no"]).stdout
+    return ask(["git", "rev-parse", "HEAD"]).stdout.strip() + ("+changes" if changes else "")
 
 
 def echo(settings):

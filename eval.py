@@ -350,6 +350,9 @@ def sample(model, encoding, device):
         model, torch.tensor([ids], device=device), max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         stop=encoding.eot_token, n_vocab=encoding.n_vocab, compile=bool(compile),
     )  # fmt: skip
+    for router in (routers := mod.routers(model)):
+        router.fresh.zero_()
+        router.collect = True
     characters = codecs.getincrementaldecoder("utf-8")("replace")  # a character can be several tokens
     print(prompt, end="", flush=True)
     began, before = time.perf_counter(), len(ids)
@@ -358,7 +361,8 @@ def sample(model, encoding, device):
         if ids[-1] == encoding.eot_token:
             break
         print(characters.decode(encoding.decode_single_token_bytes(ids[-1])), end="", flush=True)
-    print(f"\n{(len(ids) - before) / (time.perf_counter() - began):.0f} tokens/s")
+    ran = f", {mod.skipped(routers):.1%} skipped" if routers else ""
+    print(f"\n{(len(ids) - before) / (time.perf_counter() - began):.0f} tokens/s{ran}")
     return encoding.decode(ids)
 
 
@@ -434,7 +438,9 @@ def main():
             raise SystemExit(f"mod_rate={mod_rate}: give a share, 0 <= mod_rate < 1")
         if "mod" not in known:
             raise SystemExit(f"mod_rate={mod_rate}: in {out_dir} no token may skip anything")
-        batches = [x.to(device) for x, _ in eval_batches(windows, count_windows(windows, 32768), batch_size, device)]
+        n = count_windows(windows, 32768)
+        last = [windows[i] for i in range(len(windows) - n, len(windows))]  # none of those that will be reported on
+        batches = [x for x, _ in eval_batches(last, n, batch_size, device)]
         mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
     path, report = os.path.join(out_dir, "eval.json"), {"checkpoint": checkpoint, "step": state["step"]}
     if os.path.exists(path):  # parts that were asked of the same checkpoint before stay

@@ -13,8 +13,9 @@ where no shape may follow from the data, computes all rows and uses those that r
 
 Training: of T tokens those k with the highest q run, gathered, so that what is skipped is not computed. Looking for the
 highest looks ahead, so evaluation and generation use a threshold instead: a token runs where q >= tau.              (3)
-Every BALANCE steps tau and k follow from a running histogram of q. One tau for all sublayers (mod_budget global): the
-mean share below it is mod_rate, and each sublayer keeps the share that is above; or each its own (layer).           (4)
+After the first step and then every BALANCE steps tau and k follow from a running histogram of q. One tau for all
+sublayers (mod_budget global): the mean share below it is mod_rate, and each sublayer keeps the share that is above; or
+each its own (layer).                                                                                                (4)
 
 Differs from the papers: k is the same for all sequences of a batch and moves with the histogram, not with every step;
 the fallback is off unless asked for: without it the losses are lower (README, Mixture of depths).
@@ -78,9 +79,9 @@ class Router(nn.Module):
             nn.init.normal_(self.w, std=self.w.numel() ** -0.5)
             nn.init.zeros_(self.b)
 
-    def score(self, h, stream, residual, scale):
+    def score(self, h, stream, residual, scale, turn=None):
         if self.geometric:
-            a, most = scale * residual.turn(stream.x), scale * residual.ramp * residual.alpha
+            a, most = scale * turn, scale * residual.ramp * residual.alpha
             return (torch.atan(a.abs()) / (torch.atan(most.abs()) + 1e-12))[..., 0]  # (1)
         if self.learned:
             return torch.sigmoid((wide(h) * self.w).sum(-1) + self.b)  # (2)
@@ -102,7 +103,8 @@ class Router(nn.Module):
 
     def forward(self, sublayer, residual, h, stream, scale):
         """The sublayer on the rows that run, and its write; sublayer: (h, rows) -> (B, k, C)"""
-        q = self.score(h, stream, residual, scale)
+        known = {"turn": residual.turn(stream.x)} if self.geometric else {}
+        q = self.score(h, stream, residual, scale, **known)
         if self.training or self.collect:
             with torch.no_grad():
                 bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
@@ -114,8 +116,8 @@ class Router(nn.Module):
         full = f if rows is None else torch.zeros_like(h, dtype=f.dtype).scatter(1, rows[..., None].expand_as(f), f)
         full = full.view_as(stream.x)
         if self.v is not None:
-            return residual.write(stream, torch.where(runs, full, self.v.to(f.dtype)), scale)
-        new = residual.write(stream, full, scale * q[..., None] if self.learned else scale)
+            return residual.write(stream, torch.where(runs, full, self.v.to(f.dtype)), scale, **known)
+        new = residual.write(stream, full, scale * q[..., None] if self.learned else scale, **known)
         lane = None if new.lane is None else torch.where(runs, new.lane, stream.lane)
         return new._replace(x=torch.where(runs, new.x.to(stream.x.dtype), stream.x), lane=lane)
 
@@ -145,6 +147,13 @@ def balance(routers, shared, rate, world=1, memory=MEMORY):
         router.tau.fill_(tau if rate > 0 else 0.0)
         router.share.fill_(kept)
         router.settle()
+
+
+def skipped(routers):
+    """Share of the scores collected since the last balance that are below tau, as exactly as a histogram knows"""
+    fresh = torch.stack([router.fresh for router in routers])  # (routers, BINS)
+    at = (torch.arange(BINS, device=fresh.device) + 0.5) / BINS
+    return float((fresh * (at < torch.stack([router.tau for router in routers]))).sum() / fresh.sum().clamp(min=1))
 
 
 def scores_of_all_ranks(model, world):

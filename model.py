@@ -341,15 +341,17 @@ def check(config):
     for name, choices in (("mod_router", ("nag", "learned", "random")), ("mod_budget", ("global", "layer"))):
         pick(dict.fromkeys(choices), getattr(config, name), name)
     pick(dict.fromkeys(("bias", "loss")), config.moe_balance, "moe_balance")
-    if not 0 <= config.mod_rate < 1 or (config.mod_rate > 0 and config.mod_on == "none"):
-        raise ValueError(f"mod_rate={config.mod_rate} with mod_on={config.mod_on!r}: give both, 0 <= rate < 1")
+    if not 0 <= config.mod_rate < 1:
+        raise ValueError(f"mod_rate={config.mod_rate}: give 0 <= rate < 1")
     if config.mod_rate and config.n_layer < {"all": 1, "alternate": 2, "inner": 3}.get(config.mod_blocks, 1):
         raise ValueError(f"mod_blocks={config.mod_blocks!r}: of n_layer={config.n_layer} blocks none takes part")
-    for field in fields(config) if not config.moe_experts else ():
-        if field.name.startswith("moe_") and getattr(config, field.name) != field.default:
-            raise ValueError(f"{field.name} needs moe_experts above 0")
-    if config.moe_experts and not 1 <= config.moe_top_k <= config.moe_experts:
-        raise ValueError(f"moe_top_k={config.moe_top_k} of moe_experts={config.moe_experts}: give 1 or more of them")
+    for need, there in (("moe_experts above 0", config.moe_experts), ("mod_on", config.mod_on != "none")):
+        for field in fields(config) if not there else ():
+            if field.name.startswith(need[:4]) and getattr(config, field.name) != field.default:
+                raise ValueError(f"{field.name} needs {need}")
+    if config.moe_experts and not (1 <= config.moe_top_k <= config.moe_experts and config.moe_rate >= 0):
+        experts = f"moe_experts={config.moe_experts}, moe_top_k={config.moe_top_k}, moe_rate={config.moe_rate}"
+        raise ValueError(f"{experts}: give 1 to all of the experts, and a rate of 0 or more")
     if config.init_scale <= 0:
         raise ValueError(f"init_scale={config.init_scale}: must be above 0")
     norms.refuse(config, config.residual, **settings_of_others(config.residual))

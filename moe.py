@@ -2,7 +2,9 @@
 Mixture of experts in place of the MLP: many MLPs of which a token passes k, chosen by a router. Nothing is dropped.
 
     s = softmax(W_router h),   chosen: the k largest of s_e + bias_e                                                (1)
-    y = shared(h) + sum over the chosen of s_e expert_e(h)                                                          (2)
+    y = shared(h) + sum over the chosen of w_e expert_e(h),   w = s over the sum of the chosen s                    (2)
+
+With k = 1, w = s: of a weight that is always 1 the router would learn nothing.
 
 Balance, so that no expert starves, by one of two means (moe_balance):
     bias   after every step bias_e += rate * sign(mean load - load_e); it moves choices, never outputs (2408.15664) (3)
@@ -79,6 +81,8 @@ class MoE(nn.Module):
         s = wide(self.router(x)).softmax(-1)  # (N, E)
         chosen = (s + self.bias).topk(self.k).indices  # (N, k)                                                     (1)
         pairs, order = chosen.flatten().sort(stable=True)  # (N k,): experts in order, and which pair that was
+        w = s.gather(1, chosen)
+        w = w / w.sum(-1, keepdim=True) if self.k > 1 else w
         load = torch.zeros_like(self.load).index_add_(0, pairs, torch.ones_like(pairs))
         ends, rows = load.cumsum(0).to(torch.int32), order // self.k
         if self.training:
@@ -94,7 +98,7 @@ class MoE(nn.Module):
         x_rows = x.to(dtype)[rows]
         inner = self.act(grouped(x_rows, up if gate is None else gate, ends))
         inner = inner if gate is None else inner * grouped(x_rows, up, ends)
-        y = grouped(inner, down, ends) * s.flatten()[chosen.flatten()[order] + rows * self.E, None].to(dtype)
+        y = grouped(inner, down, ends) * w.flatten()[order, None].to(dtype)
         y = torch.zeros_like(x, dtype=dtype).index_add_(0, rows, y).view(h.shape)  # (2)
         return y if self.shared is None else y + self.shared(h)
 

@@ -155,8 +155,9 @@ class NAG(nn.Module):
     def read(self, stream):
         return stream.x, stream
 
-    def write(self, stream, f, gate=1.0):
-        x, lane = rotate(stream.x, stream.lane, f, gate * self.turn(stream.x), **self.how)
+    def write(self, stream, f, gate=1.0, turn=None):
+        turn = self.turn(stream.x) if turn is None else turn  # mod.py's router has it already
+        x, lane = rotate(stream.x, stream.lane, f, gate * turn, **self.how)
         return stream._replace(x=x, lane=lane)
 
 

@@ -208,10 +208,10 @@ class PostNorm(PreNorm):
 class NoSkip(PostNorm):
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        refuse(config, "none", branch_scale="one")  # the norm would undo it
+        refuse(config, "none", branch_scale="one")  # there is no stream that a branch could be too large for
 
     def write(self, stream, f, gate=1.0):
-        return stream._replace(x=self.norm((gate * f).to(stream.x.dtype)))
+        return stream._replace(x=(gate * self.norm(f)).to(stream.x.dtype))
 
 
 class PeriNorm(PreNorm):

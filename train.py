@@ -15,7 +15,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict, fields
@@ -30,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import lora
 import mod
 import moe
-from configurator import configure, echo
+from configurator import commit, configure, echo
 from depth import gate_health
 from eval import can_compile, computes_bfloat16, count_windows, eval_batches, evaluate, hold_memory
 from model import GPT, GPTConfig
@@ -324,22 +323,13 @@ def save(name):
         dist.barrier()
 
 
-def git(*args):
-    """What git says of this directory; nothing where there is no git"""
-    if shutil.which("git") is None:
-        return ""
-    here = os.path.dirname(os.path.abspath(__file__))
-    return subprocess.run(["git", *args], cwd=here, capture_output=True, text=True).stdout.strip()
-
-
 def run_header():
     """What ran, so that a result can be had again from its log alone"""
-    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     groups = {key: sum(model.get_parameter(n).numel() for n in names) for key, names in model.param_groups().items()}
     groups = {"active": model.num_params(active=True), **groups} if moe.layers(model) else groups
     groups |= {"trained": sum(p.numel() for p in model.parameters() if p.requires_grad)} if lora_rank else {}
     return {
-        "settings": settings, "from_step": step, "git": commit + ("+changes" if changes else ""),
+        "settings": settings, "from_step": step, "git": commit(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__}, "device": device_name,
         "threads": torch.get_num_threads(), "world": world, "dtype": dtype, "compile": compile,
         "params": {"all": model.num_params(), **groups},
@@ -491,7 +481,7 @@ while not finished() and not stopped:
         bad_steps += 1
     step, flops = step + 1, flops + flops_per_step
     load = moe.balance(experts, world) if experts else None
-    if routers and step % mod.BALANCE == 0:
+    if routers and (step == 1 or step % mod.BALANCE == 0):
         mod.balance(routers, config.mod_budget == "global", config.mod_rate, world)
         flops_per_step = tokens_per_step * model.flops_per_token()
     record = {

@@ -3,7 +3,7 @@ Mixture of Depths, 8 blocks of width 128 on the embedded corpus: which router lo
 
     python runs/mod_v_dense.py settings   rate 0.4: directions of the modulator, rate of the gates, budget, blocks
     python runs/mod_v_dense.py table      routers, each with the settings chosen there, rates 0.2 and 0.4, three seeds
-    python runs/mod_v_dense.py isoflop    as many FLOPs as 500 dense steps: what is saved is spent on more of them
+    python runs/mod_v_dense.py isoflop    as many FLOPs as 516 dense steps: what is saved is spent on more of them
     python runs/mod_v_dense.py rates      4 blocks of width 64, 2000 steps: does the causal rule skip what it was asked?
 """
 
@@ -81,6 +81,12 @@ def skipped(name, variant):
     return statistics.mean(report["rate"] for report in reports)
 
 
+def spent(name, variant):
+    """Training FLOPs, the mean over the runs"""
+    logs = (ROOT / f"results/{name}").glob(f"{variant}-0.004-*/log.jsonl")
+    return statistics.mean(json.loads(log.read_text().splitlines()[-1])["flops"] for log in logs)
+
+
 def settings():
     table(sweep("mod_settings", SETTINGS, [4e-3], [1], [*COMMON, "--max_iters=250"], look))
 
@@ -88,13 +94,15 @@ def settings():
 def routers():
     variants = compared()
     table(sweep("mod_table", variants, [4e-3], [1, 2, 3], [*COMMON, "--max_iters=500"], look))
-    print("| variant | skipped |\n|---|---|")
+    print("| variant | skipped | training FLOPs |\n|---|---|---|")
     for variant in variants:
-        print(f"| {variant} | {skipped('mod_table', variant):.3f} |" if look(variant) else f"| {variant} | 0 |")
+        share = f"{skipped('mod_table', variant):.3f}" if look(variant) else "0"
+        print(f"| {variant} | {share} | {spent('mod_table', variant) / spent('mod_table', 'dense'):.3f} |")
 
 
 def isoflop():
     variants = {"dense": tuned("dense")}
+    variants["dense_6_blocks"] = [*tuned("dense"), "--n_layer=6"]  # or save by having fewer blocks
     for rate in (0.1, 0.2, 0.25, 0.3, 0.4):
         variants[f"rate_{rate}"] = tuned("no_fallback", rate)
     table(sweep("isoflop", variants, [4e-3], [1, 2, 3], [*COMMON, "--flops_budget=1.19e13"], look))
