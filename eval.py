@@ -152,8 +152,9 @@ def hold_memory():
     """Have glibc keep what tensors free for the next ones. It would give it back to the system, to be faulted in again
     page by page: thousands of times in a training step on a CPU."""
     if platform.libc_ver()[0] == "glibc":
-        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            ctypes.CDLL(None).mallopt(option, 1 << 30)
+        mallopt = ctypes.CDLL(None).mallopt
+        if mallopt(-3, 1 << 30):  # M_MMAP_THRESHOLD, which an old one does not let rise so far
+            mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
 
 
 def loss(model, windows, encoding, tokens, batch_size, device):

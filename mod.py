@@ -81,6 +81,7 @@ class Router(nn.Module):
 
     def score(self, h, stream, residual, scale, turn=None):
         if self.geometric:
+            turn = residual.turn(stream.x) if turn is None else turn
             a, most = scale * turn, scale * residual.ramp * residual.alpha
             return (torch.atan(a.abs()) / (torch.atan(most.abs()) + 1e-12))[..., 0]  # (1)
         if self.learned:
