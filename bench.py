@@ -216,7 +216,9 @@ def counted(run):
 
 
 def residual(settings, copy, matmul):
-    """Both sublayers of a block without what they compute, forward and backward"""
+    """Two sublayers without what they compute, forward and backward: write, read, write, read, so that what is read is
+    never an input, whose gradient no graph could add. Where the last read is the stream itself its two gradients come
+    as one, a pass of about twenty."""
     kinds, runs, made = configs(settings), {}, {}
     if "nag" in kinds:
         kinds["nag, no modulator"] = replace(kinds["nag"], nag_directions=0)
@@ -224,24 +226,21 @@ def residual(settings, copy, matmul):
     for name, config in kinds.items():
         block = GPT(replace(config, n_layer=1)).to(device).blocks[0]
         x, f1, f2 = (torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(3))
-        grads = [torch.randn_like(x) for _ in range(3)] + [torch.randn(*shape[:2], 1, device=device)]
+        g, g_lane = torch.randn_like(x), torch.randn(*shape[:2], 1, device=device)
         lane = torch.zeros(*shape[:2], 1, device=device) if config.residual == "nag" else None
         at = torch.arange(shape[1], device=device)[:, None]
-        one, params = torch.ones((), dtype=x.dtype, device=device), [*block.attn_residual.parameters()]
-        inputs = [x, f1, f2, *params, *block.mlp_residual.parameters()]
+        inputs = [x, f1, f2, *block.attn_residual.parameters(), *block.mlp_residual.parameters()]
 
         @torch.compile
-        def both(x, f1, f2, block=block, lane=lane, at=at, one=one):
-            x = x * one  # or h1 would be an input where nothing is computed to read, and its gradient added apart
-            h1, stream = block.attn_residual.read(Stream(x, lane, at))
-            h2, stream = block.mlp_residual.read(block.attn_residual.write(stream, f1))
-            stream = block.mlp_residual.write(stream, f2)
-            return h1, h2, stream.x, *([] if lane is None else [stream.lane])
+        def both(x, f1, f2, block=block, lane=lane, at=at):
+            h1, stream = block.attn_residual.read(block.mlp_residual.write(Stream(x, lane, at), f1))
+            h2, stream = block.mlp_residual.read(block.attn_residual.write(stream, f2))
+            return h1, h2, *([] if h2 is stream.x else [stream.x]), *([] if lane is None else [stream.lane])
 
-        def run(both=both, inputs=inputs, grads=grads):
+        def run(both=both, inputs=inputs, grads=(g, g_lane)):
             with autocast():
                 outputs = both(*inputs[:3])
-            torch.autograd.grad(outputs, inputs, grads[: len(outputs)], allow_unused=True)
+            torch.autograd.grad(outputs, inputs, [grads[y.size(-1) == 1] for y in outputs], allow_unused=True)
 
         made[name] = counted(run) or made[name.removesuffix(" again")]  # they share what is compiled
         runs[name] = replayed(run)
