@@ -1,7 +1,7 @@
 """
 The stopwatch: candidates side by side in one process, in changing order, as medians, quartiles and ratios to the first.
 
-    python bench.py --quick=True                                        most parts, small, in two minutes
+    python bench.py --quick=True                                        most parts, small: minutes, mostly of compiling
     python bench.py --what=train --modes=prenorm,nag,bhyt --n_layer=12 --n_head=8 --n_embd=512 --block_size=512
     python bench.py --what=forward,residual --modes=prenorm,prenorm,nag      a mode against itself shows the noise
 
@@ -20,9 +20,7 @@ The stopwatch: candidates side by side in one process, in changing order, as med
 
 import logging
 import os
-import platform
 import random
-import re
 import statistics
 import sys
 import time
@@ -36,7 +34,7 @@ from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from configurator import commit, configure
+from configurator import commit, configure, cpu_name
 from eval import hold_memory
 from generate import FOLDS, KVCache, compiled_step, next_token
 from mod import routers
@@ -178,6 +176,13 @@ def adopt(settings):
         torch.set_float32_matmul_precision("high")  # as train.py
 
 
+def apart(part, *args):
+    """What part(*args) comes to in a process of its own, made by one that has imported this file and done no more"""
+    mine = {"device": device, "dtype": dtype, "batch_size": batch_size}
+    with ProcessPoolExecutor(1, get_context("forkserver"), adopt, (mine,)) as pool:
+        return pool.submit(part, *args).result()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The parts
 
@@ -267,13 +272,6 @@ def train(settings, copy, matmul):
 
     report = compare("training step", runs, note)
     return {name: of | {"refresh": refresh[name]} for name, of in report.items()}
-
-
-def apart(part, *args):
-    """What part(*args) comes to in a process of its own, made by one that has imported this file and done no more"""
-    mine = {"device": device, "dtype": dtype, "batch_size": batch_size}
-    with ProcessPoolExecutor(1, get_context("forkserver"), adopt, (mine,)) as pool:
-        return pool.submit(part, *args).result()
 
 
 def first_steps(config):
@@ -486,10 +484,7 @@ def main():
     torch._dynamo.config.recompile_limit = 256  # many modes are timed in one process, and each must be compiled
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     adopt({})
-    cpu = re.search("model name.*: (.*)", open("/proc/cpuinfo").read()) if os.path.exists("/proc/cpuinfo") else None
-    name = cpu[1] if cpu else platform.processor() or platform.machine()
-    if device.startswith("cuda"):
-        name = torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else cpu_name()
     copy, matmul = floors()
     report = {
         "settings": settings, "git": commit(), "torch": torch.__version__, "threads": torch.get_num_threads(),

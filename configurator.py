@@ -19,6 +19,8 @@ import difflib
 import inspect
 import io
 import os
+import platform
+import re
 import shutil
 import subprocess
 import textwrap
@@ -130,6 +132,11 @@ def print_help(namespace, settings):
     print((namespace["__doc__"] or "").strip() + "\n\nsettings, as --key=default:")
     for key, setting in settings.items():
         print(f"  {f'--{key}={setting.default}':<36} {setting.comment}")
+
+
+def cpu_name():
+    cpuinfo = open("/proc/cpuinfo").read() if os.path.exists("/proc/cpuinfo") else ""
+    return re.findall(r"model name\s*: (.*)", cpuinfo + f"model name : {platform.processor()}")[0]
 
 
 def commit():

@@ -18,7 +18,7 @@ sublayers (mod_budget global): the mean share below it is mod_rate, and each sub
 each its own (layer).                                                                                                (4)
 
 Differs from the papers: k is the same for all sequences of a batch and moves with the histogram, not with every step;
-the fallback is off unless asked for: without it the losses are lower (README, Mixture of depths).
+the fallback is off unless asked for: it is not shown to help (README, Mixture of depths).
 """
 
 from contextlib import contextmanager

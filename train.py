@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import lora
 import mod
 import moe
-from configurator import commit, configure, echo
+from configurator import commit, configure, cpu_name, echo
 from depth import gate_health
 from eval import can_compile, computes_bfloat16, count_windows, eval_batches, evaluate, hold_memory
 from model import GPT, GPTConfig
@@ -349,11 +349,7 @@ PEAKS = {  # dense bf16 FLOP/s from the data sheets; a device that is not here h
     "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A40": 150e12,
     "A10G": 70e12, "L4": 121e12, "RTX 6000 Ada": 364e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
-if device.type == "cuda":
-    device_name = torch.cuda.get_device_name(device)
-else:
-    cpuinfo = open("/proc/cpuinfo").read() if os.path.exists("/proc/cpuinfo") else ""
-    device_name = re.findall(r"model name\s*: (.*)", cpuinfo + f"model name : {platform.processor()}")[0]
+device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 peak = next((flops for name, flops in PEAKS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
