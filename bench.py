@@ -35,7 +35,7 @@ from torch._inductor.utils import fresh_cache
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from configurator import commit, configure, cpu_name
-from eval import hold_memory
+from eval import ready
 from generate import FOLDS, KVCache, compiled_step, next_token
 from mod import routers
 from model import GPT, GPTConfig, settings_of_others
@@ -168,12 +168,9 @@ def stepper(config, bfloat16=None, compile=True, fused=True, **spend):
 
 
 def adopt(settings):
-    """Those of main's settings that a process needs, and the process made ready to be timed"""
+    """Those of main's settings that a process of its own needs"""
     globals().update(settings)
-    hold_memory()
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # as train.py
+    ready(device)
 
 
 def apart(part, *args):
@@ -483,7 +480,7 @@ def main():
         raise SystemExit(f"bench.py: {error}")
     torch._dynamo.config.recompile_limit = 256  # many modes are timed in one process, and each must be compiled
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    adopt({})
+    ready(device)
     name = torch.cuda.get_device_name() if device.startswith("cuda") else cpu_name()
     copy, matmul = floors()
     report = {

@@ -148,9 +148,12 @@ def can_compile(device):
     return device.startswith("cuda") or (sys.platform == "linux" and shutil.which("g++") is not None)
 
 
-def hold_memory():
-    """Have glibc keep what tensors free for the next ones. It would give it back to the system, to be faulted in again
-    page by page: thousands of times in a training step on a CPU."""
+def ready(device):
+    """Prepare the process. glibc is to keep what tensors free for the next ones: it would give it back to the system,
+    to be faulted in again page by page, thousands of times in a training step on a CPU."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(torch.device(device).index or 0)
+        torch.set_float32_matmul_precision("high")
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         if mallopt(-3, 1 << 30):  # M_MMAP_THRESHOLD, which an old one does not let rise so far
@@ -351,18 +354,16 @@ def sample(model, encoding, device):
         model, torch.tensor([ids], device=device), max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         stop=encoding.eot_token, n_vocab=encoding.n_vocab, compile=bool(compile),
     )  # fmt: skip
-    for router in (routers := mod.routers(model)):
-        router.fresh.zero_()
-        router.collect = True
     characters = codecs.getincrementaldecoder("utf-8")("replace")  # a character can be several tokens
     print(prompt, end="", flush=True)
     began, before = time.perf_counter(), len(ids)
-    for token in made:
-        ids.append(int(token))
-        if ids[-1] == encoding.eot_token:
-            break
-        print(characters.decode(encoding.decode_single_token_bytes(ids[-1])), end="", flush=True)
-    ran = f", {mod.skipped(routers):.1%} skipped" if routers else ""
+    with mod.switched(model, "collect"):
+        for token in made:
+            ids.append(int(token))
+            if ids[-1] == encoding.eot_token:
+                break
+            print(characters.decode(encoding.decode_single_token_bytes(ids[-1])), end="", flush=True)
+    ran = f", {mod.skipped(mod.routers(model)):.1%} skipped" if mod.routers(model) else ""
     print(f"\n{(len(ids) - before) / (time.perf_counter() - began):.0f} tokens/s{ran}")
     return encoding.decode(ids)
 
@@ -398,7 +399,7 @@ def answers(parts, model, windows, encoding):
     if "mod" in parts:
         report = depth.skipping(model, batches, (encoding.encode_ordinary(prompt) or [encoding.eot_token])[:T])
         report["causal loss"] = evaluate(model, windows, depth_tokens, batch_size, device)
-        with mod.looking_ahead(model):
+        with mod.switched(model, "look_ahead"):
             report["look-ahead loss"] = evaluate(model, windows, depth_tokens, batch_size, device)
         show_skipping(report)
         yield "mod", report
@@ -414,7 +415,7 @@ def answers(parts, model, windows, encoding):
 
 def main():
     settings = configure(globals(), argv=sys.argv[1:])
-    hold_memory()
+    ready(device)
     state, model = load(os.path.join(out_dir, checkpoint), device)
     known = ["loss", "depth", "variance", "mod", "sample", "tasks"]
     if model.config.residual not in bhyt.RESIDUALS:

@@ -63,7 +63,7 @@ class Router(nn.Module):
         self.register_buffer("tau", torch.zeros(1))
         self.register_buffer("share", torch.full((1,), 1.0 - self.rate))  # of the tokens, that run in training
         self.collect = False  # fill the histogram in evaluation too
-        self.look_ahead = False  # choose in evaluation as in training, to be compared with
+        self.look_ahead = False  # choose in evaluation as in training: to be compared with, never what is reported
         self.T = config.block_size
         self.settle()
         self.register_load_state_dict_post_hook(lambda module, keys: module.settle())
@@ -168,13 +168,14 @@ def scores_of_all_ranks(model, world):
 
 
 @contextmanager
-def looking_ahead(model):
-    """Evaluate by training's rule for a while, to be compared with: it is never what is reported."""
+def switched(model, what):
+    """`collect` or `look_ahead`, in evaluation, on for a while in all routers, which forget what they had collected"""
     for router in routers(model):
-        router.look_ahead = True
+        router.fresh.zero_()
+        setattr(router, what, True)
     yield
     for router in routers(model):
-        router.look_ahead = False
+        setattr(router, what, False)
 
 
 @torch.no_grad()
@@ -184,11 +185,8 @@ def calibrate(model, batches, shared, rate):
     training = model.training
     model.eval()
     for _ in range(4):
-        for router in routers(model):
-            router.collect = True
-        for x in batches:
-            model(x)
-        for router in routers(model):
-            router.collect = False
+        with switched(model, "collect"):
+            for x in batches:
+                model(x)
         balance(routers(model), shared, rate, memory=0.0)
     model.train(training)

@@ -952,6 +952,15 @@ def test_nag_compiles_to_one_kernel_forward_and_one_backward():
     assert [len(re.findall(r"^cpp_fused\w+ = ", code, re.M)) for code in codes] == [1, 1]
 
 
+@pytest.mark.parametrize("device, index", [("cuda", 0), ("cuda:1", 1), (torch.device("cuda", 1), 1)], ids=str)
+def test_a_gpu_is_made_ready_by_any_of_its_names(monkeypatch, device, index):
+    chosen, precision = [], torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    ask.ready(device)
+    torch.set_float32_matmul_precision(precision)
+    assert chosen == [index]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @pytest.mark.parametrize("kind", ["any", "parallel", "zero"])
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 2e-4), (torch.bfloat16, 5e-2)])
@@ -1302,10 +1311,8 @@ def test_the_share_that_is_said_to_skip_does(monkeypatch):
     model, ran = routed(mod_on="both", mod_rate=0.4, mod_router="learned").eval(), []
     choose = mod.Router.choose
     monkeypatch.setattr(mod.Router, "choose", lambda self, q: (out := choose(self, q), ran.append(out[1]))[0])
-    for router in mod.routers(model):
-        router.fresh.zero_()
-        router.collect = True
-    model(some_ids())
+    with mod.switched(model, "collect"):
+        model(some_ids())
     exact = 1 - torch.cat([runs.flatten() for runs in ran]).float().mean()
     assert 0.2 < exact < 0.6 and abs(mod.skipped(mod.routers(model)) - exact) < 0.01
 

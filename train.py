@@ -31,7 +31,7 @@ import mod
 import moe
 from configurator import commit, configure, cpu_name, echo
 from depth import gate_health
-from eval import can_compile, computes_bfloat16, count_windows, eval_batches, evaluate, hold_memory
+from eval import can_compile, computes_bfloat16, count_windows, eval_batches, evaluate, ready
 from model import GPT, GPTConfig
 from nag import NAG
 from norms import gathered
@@ -125,10 +125,7 @@ main = rank == 0
 if device == "auto":
     device = "cuda" if torch.cuda.is_available() else "cpu"
 device = torch.device(f"cuda:{local_rank}" if device == "cuda" else device)
-hold_memory()
-if device.type == "cuda":
-    torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("high")
+ready(device)
 if dtype == "auto":
     dtype = "bfloat16" if computes_bfloat16(device.type) else "float32"
 if alpha_warmup_iters and settings["residual"] != "nag":
