@@ -53,7 +53,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.wq.out_features // self.n_head)).transpose(1, 2)
 
     def forward(self, h, rope, docs=None, cache=None, rows=None):
-        """docs (B, T): tokens see only those of their own number; rows (B, k): the queries that are asked; None: all"""
+        """docs (B, T): tokens see only those of their own number; rows: the queries that are asked, as in mod.take"""
         k, v = self.key_value(h, rope)
         at = torch.arange(h.size(1), device=h.device)  # positions of the queries among the keys
         if cache is not None:
@@ -61,7 +61,7 @@ class Attention(nn.Module):
             k, v = past_k.index_copy_(2, at, k.to(past_k.dtype)), past_v.index_copy_(2, at, v.to(past_v.dtype))
         mine, mask = docs, None
         if rows is not None:
-            h, at, rope = mod.take(h, rows), at[rows], tuple(table[rows][:, None] for table in rope)
+            h, at, rope = mod.take(h, rows), at[rows[0]], tuple(table[rows[0]][:, None] for table in rope)
             mine = None if docs is None else mod.take(docs, rows)
         if not (cache is None and rows is None and docs is None):
             mask = torch.arange(k.size(2), device=k.device) <= at[..., None]  # (T, L) or (B, k, L)

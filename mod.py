@@ -34,9 +34,31 @@ BINS = 1024  # of the histogram
 MEMORY = 0.35  # what a histogram keeps of itself at each of them
 
 
+def moved(x, there):
+    """y[b, i] = x[b, there[b, i]], or 0 where there is -1; x (B, T, ...)"""
+    if x.size(1) == 0:  # none of the tokens runs
+        return x.new_zeros(*there.shape, *x.shape[2:])
+    where = there.view(*there.shape, *[1] * (x.dim() - 2))
+    return x.gather(1, where.clamp(min=0).expand(*there.shape, *x.shape[2:])).masked_fill(where < 0, 0)
+
+
+class Take(torch.autograd.Function):
+    """moved, whose gradient fetches each row from where it went, too: in parallel, and on a GPU in the same order"""
+
+    @staticmethod
+    def forward(ctx, x, there, back):
+        ctx.save_for_backward(back)
+        return moved(x, there)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return moved(grad, *ctx.saved_tensors), None, None
+
+
 def take(x, rows):
-    """Those rows (B, k) of x (B, T, ...)"""
-    return x.gather(1, rows.view(*rows.shape, *[1] * (x.dim() - 2)).expand(*rows.shape, *x.shape[2:]))
+    """rows: (which of the T tokens, (B, k); where among those k each token is, or -1, (B, T)). The other way round they
+    put back what was taken, with zeros between."""
+    return Take.apply(x, *rows)
 
 
 class Router(nn.Module):
@@ -103,7 +125,7 @@ class Router(nn.Module):
         return rows, runs
 
     def forward(self, sublayer, residual, h, stream, scale):
-        """The sublayer on the rows that run, and its write; sublayer: (h, rows) -> (B, k, C)"""
+        """The sublayer on the rows that run, and its write; sublayer: (h, rows as in take) -> (B, k, C)"""
         known = {"turn": residual.turn(stream.x)} if self.geometric else {}
         q = self.score(h, stream, residual, scale, **known)
         if self.training or self.collect:
@@ -113,9 +135,11 @@ class Router(nn.Module):
         shape = (1, -1) if self.pointwise and not (self.training or self.look_ahead) else q.shape
         rows, runs = self.choose(q.reshape(shape))
         h, runs = h.reshape(*shape, h.size(-1)), runs.view_as(q)[..., None]
+        if rows is not None:
+            places = torch.arange(rows.size(1), device=rows.device).expand_as(rows)
+            rows = rows, rows.new_full(h.shape[:2], -1).scatter(1, rows, places)
         f = sublayer(h, rows)
-        full = f if rows is None else torch.zeros_like(h, dtype=f.dtype).scatter(1, rows[..., None].expand_as(f), f)
-        full = full.view_as(stream.x)
+        full = (f if rows is None else take(f, rows[::-1])).view_as(stream.x)
         if self.v is not None:
             return residual.write(stream, torch.where(runs, full, self.v.to(f.dtype)), scale, **known)
         new = residual.write(stream, full, scale * q[..., None] if self.learned else scale, **known)
