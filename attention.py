@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import mod
 import norms
 from norms import RMSNorm
 
@@ -30,6 +29,33 @@ def rotary(x, rope):
     cos, sin = rope  # (T, D/2)
     a, b = norms.wide(x).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def moved(x, there):
+    """y[b, i] = x[b, there[b, i]], or 0 where there is -1; x (B, T, ...)"""
+    if x.size(1) == 0:  # none of the tokens runs
+        return x.new_zeros(*there.shape, *x.shape[2:])
+    where = there.view(*there.shape, *[1] * (x.dim() - 2))
+    return x.gather(1, where.clamp(min=0).expand(*there.shape, *x.shape[2:])).masked_fill(where < 0, 0)
+
+
+class Take(torch.autograd.Function):
+    """moved, whose gradient fetches each row from where it went, too: in parallel, and on a GPU in the same order"""
+
+    @staticmethod
+    def forward(ctx, x, there, back):
+        ctx.save_for_backward(back)
+        return moved(x, there)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return moved(grad, *ctx.saved_tensors), None, None
+
+
+def take(x, rows):
+    """rows: (which of the T tokens, (B, k); where among those k each token is, or -1, (B, T)). The other way round they
+    put back what was taken, with zeros between."""
+    return Take.apply(x, *rows)
 
 
 class Attention(nn.Module):
@@ -53,7 +79,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.wq.out_features // self.n_head)).transpose(1, 2)
 
     def forward(self, h, rope, docs=None, cache=None, rows=None):
-        """docs (B, T): tokens see only those of their own number; rows: the queries that are asked, as in mod.take"""
+        """docs (B, T): tokens see only those of their own number; rows: the queries that are asked, as in take"""
         k, v = self.key_value(h, rope)
         at = torch.arange(h.size(1), device=h.device)  # positions of the queries among the keys
         if cache is not None:
@@ -61,8 +87,8 @@ class Attention(nn.Module):
             k, v = past_k.index_copy_(2, at, k.to(past_k.dtype)), past_v.index_copy_(2, at, v.to(past_v.dtype))
         mine, mask = docs, None
         if rows is not None:
-            h, at, rope = mod.take(h, rows), at[rows[0]], tuple(table[rows[0]][:, None] for table in rope)
-            mine = None if docs is None else mod.take(docs, rows)
+            h, at, rope = take(h, rows), at[rows[0]], tuple(table[rows[0]][:, None] for table in rope)
+            mine = None if docs is None else take(docs, rows)
         if not (cache is None and rows is None and docs is None):
             mask = torch.arange(k.size(2), device=k.device) <= at[..., None]  # (T, L) or (B, k, L)
             mask = mask if docs is None else mask & (mine[:, :, None] == docs[:, None, :])

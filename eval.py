@@ -441,7 +441,7 @@ def main():
         if "mod" not in known:
             raise SystemExit(f"mod_rate={mod_rate}: in {out_dir} no token may skip anything")
         n = count_windows(windows, 32768)
-        last = [windows[i] for i in range(len(windows) - n, len(windows))]  # none of those that will be reported on
+        last = [windows[i] for i in range(len(windows) - n, len(windows))]  # not those that depth and mod report on
         batches = [x for x, _ in eval_batches(last, n, batch_size, device)]
         mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
     path, report = os.path.join(out_dir, "eval.json"), {"checkpoint": checkpoint, "step": state["step"]}

@@ -27,38 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from attention import take
 from norms import wide
 
 BALANCE = 10  # steps between updates of tau and k
 BINS = 1024  # of the histogram
 MEMORY = 0.35  # what a histogram keeps of itself at each of them
-
-
-def moved(x, there):
-    """y[b, i] = x[b, there[b, i]], or 0 where there is -1; x (B, T, ...)"""
-    if x.size(1) == 0:  # none of the tokens runs
-        return x.new_zeros(*there.shape, *x.shape[2:])
-    where = there.view(*there.shape, *[1] * (x.dim() - 2))
-    return x.gather(1, where.clamp(min=0).expand(*there.shape, *x.shape[2:])).masked_fill(where < 0, 0)
-
-
-class Take(torch.autograd.Function):
-    """moved, whose gradient fetches each row from where it went, too: in parallel, and on a GPU in the same order"""
-
-    @staticmethod
-    def forward(ctx, x, there, back):
-        ctx.save_for_backward(back)
-        return moved(x, there)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return moved(grad, *ctx.saved_tensors), None, None
-
-
-def take(x, rows):
-    """rows: (which of the T tokens, (B, k); where among those k each token is, or -1, (B, T)). The other way round they
-    put back what was taken, with zeros between."""
-    return Take.apply(x, *rows)
 
 
 class Router(nn.Module):
@@ -197,9 +171,11 @@ def switched(model, what):
     for router in routers(model):
         router.fresh.zero_()
         setattr(router, what, True)
-    yield
-    for router in routers(model):
-        setattr(router, what, False)
+    try:
+        yield
+    finally:
+        for router in routers(model):
+            setattr(router, what, False)
 
 
 @torch.no_grad()

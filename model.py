@@ -19,7 +19,7 @@ import mod
 import moe
 import nag
 import norms
-from attention import Attention, rotary_table
+from attention import Attention, rotary_table, take
 from norms import pick
 
 RESIDUALS = {**norms.RESIDUALS, **nag.RESIDUALS, **bhyt.RESIDUALS}  # name -> class; each names its own ends
@@ -136,7 +136,7 @@ class Block(nn.Module):
 
     def feed(self, stream):
         def run(h, rows=None):
-            return self.drop(self.mlp(h if rows is None else mod.take(h, rows)))
+            return self.drop(self.mlp(h if rows is None else take(h, rows)))
 
         return self.sublayer(run, self.mlp_residual, self.mlp_router, stream)
 
@@ -181,20 +181,20 @@ class GPT(nn.Module):
         if self.config.bf16_stream and torch.is_autocast_enabled(e.device.type):
             e = e.bfloat16()
         stream = self.ends.embed(e)._replace(at=at[:, None])
+        moe.forget(self)
         for b, block in enumerate(self.blocks):
-            past = None if cache is None else (*cache.kv[b], at)
             run = partial(checkpoint, block, use_reentrant=False) if self.recompute and self.training else block
-            stream = run(stream, rope, docs, past)
+            stream = run(stream, rope, docs, None if cache is None else (*cache.kv[b], at))
         if cache is not None:
             cache.at.add_(T)
         hidden, head = self.ends.readout(stream, self.head.weight)
         if targets is None:
             return F.linear(hidden[:, -1:] if last else hidden, head), None
-        penalties = [m.penalty for m in moe.layers(self) if m.penalty is not None] if self.training else []
+        penalty = sum(m.penalty for m in moe.layers(self) if m.penalty is not None)
         if self.loss_chunk is not None:
-            return None, chunked_cross_entropy(hidden, head, targets, self.loss_chunk) + sum(penalties)
+            return None, chunked_cross_entropy(hidden, head, targets, self.loss_chunk) + penalty
         logits = F.linear(hidden, head)
-        return logits, cross_entropy(logits, targets) + sum(penalties)
+        return logits, cross_entropy(logits, targets) + penalty
 
     @torch.no_grad()
     def init_weights(self):

@@ -74,7 +74,7 @@ class MoE(nn.Module):
         self.register_buffer("bias", torch.zeros(E))
         load = torch.zeros(E, dtype=torch.int64)  # tokens of each expert since the last balance
         self.register_buffer("load", load, persistent=False)
-        self.penalty = None  # (4), of the last forward in training
+        self.penalty = None  # (4), of this forward, in training
 
     def forward(self, h):
         x = h.flatten(0, -2)  # (N, C)
@@ -88,7 +88,8 @@ class MoE(nn.Module):
         if self.training:
             self.load += load
             if self.by_loss:
-                self.penalty = self.rate * self.E * (load / len(pairs) * s.mean(0)).sum()  # (4)
+                penalty = self.rate * self.E * (load / len(pairs) * s.mean(0)).sum()  # (4)
+                self.penalty = penalty if self.penalty is None else self.penalty  # recomputation makes a second one
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         up, down, gate = (
@@ -105,6 +106,12 @@ class MoE(nn.Module):
 
 def layers(model):
     return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+def forget(model):
+    """What of the forward before this one was still held"""
+    for moe in layers(model):
+        moe.penalty = None
 
 
 @torch.no_grad()

@@ -1241,6 +1241,18 @@ def test_grouped_products_are_products_group_by_group_with_gradients():
         torch.testing.assert_close(kernel, loop, rtol=2e-2, atol=2e-2)
 
 
+def test_recomputation_leaves_the_balance_loss_of_the_forward_alone():
+    model, idx = tiny(moe_experts=4, moe_balance="loss", moe_rate=0.5).train(), some_ids(2)
+    losses = []
+    for model.recompute in (False, True):
+        loss = model(idx, idx)[1]
+        before = [layer.penalty for layer in moe.layers(model)]
+        loss.backward()
+        assert all(a is b.penalty for a, b in zip(before, moe.layers(model), strict=True))  # else its graph would stay
+        losses.append(loss.item())
+    assert losses[0] == losses[1] and model.eval()(idx, idx)[1].item() < losses[0]  # without the penalty
+
+
 def test_experts_are_balanced_by_bias_or_by_loss():
     idx = some_ids(8)
     model = tiny(moe_experts=4, moe_rate=0.02, residual="prenorm")
