@@ -463,7 +463,8 @@ def data(settings, copy, matmul):
 
 
 PARTS = {part.__name__: part for part in (forward, residual, train, cold, recipe, memory, generate, mod, data)}
-QUICK = "--modes=prenorm,nag --rounds=3 --batch_size=2 --rates=0,0.4 --prompt_tokens=64 --new_tokens=32 --batches_of=1"
+QUICK = "--modes=prenorm,nag --n_layer=2 --rounds=3 --batch_size=2 --rates=0,0.4 --batches_of=1"
+QUICK += " --prompt_tokens=64 --new_tokens=32"
 
 
 def main():
