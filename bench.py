@@ -1,7 +1,7 @@
 """
 The stopwatch: candidates side by side in one process, in changing order, as medians, quartiles and ratios to the first.
 
-    python bench.py --quick=True                                        most parts, small: minutes, mostly of compiling
+    python bench.py --quick=True               four parts, small: about two minutes, nearly all of it of compiling
     python bench.py --what=train --modes=prenorm,nag,bhyt --n_layer=12 --n_head=8 --n_embd=512 --block_size=512
     python bench.py --what=forward,residual --modes=prenorm,prenorm,nag      a mode against itself shows the noise
 
@@ -53,7 +53,7 @@ data_dir = "data/python"  # data: shards to read batches from
 tokenizer = "bytes"  # data: the tokenizer to measure, as in prepare_c4.py
 megabytes = 10  # data: about so much text
 rounds = 7  # timed rounds, after two that are not
-quick = False  # a small shape, few rounds: does everything run, and about how fast?
+quick = False  # four parts, a small shape, few rounds: does it run, and about how fast?
 dtype = "bfloat16"  # autocast, and the stream of the part residual: bfloat16 or float32
 device = "cpu"  # cpu, cuda, cuda:1, ...
 out = "bench.json"  # where the figures go
@@ -463,8 +463,8 @@ def data(settings, copy, matmul):
 
 
 PARTS = {part.__name__: part for part in (forward, residual, train, cold, recipe, memory, generate, mod, data)}
-QUICK = "--modes=prenorm,nag --n_layer=2 --rounds=3 --batch_size=2 --rates=0,0.4 --batches_of=1"
-QUICK += " --prompt_tokens=64 --new_tokens=32"
+QUICK = "--what=forward,residual,train,generate --modes=prenorm,nag --n_layer=2 --rounds=3 --batch_size=2"
+QUICK += " --prompt_tokens=64 --new_tokens=32 --batches_of=1"
 
 
 def main():
