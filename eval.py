@@ -156,8 +156,7 @@ def ready(device):
         torch.set_float32_matmul_precision("high")
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
-        if mallopt(-3, 1 << 30):  # M_MMAP_THRESHOLD, which an old one does not let rise so far
-            mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+        mallopt(-3, 1 << 30) and mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD, if M_MMAP_THRESHOLD may rise so far
 
 
 def loss(model, windows, encoding, tokens, batch_size, device):
@@ -440,9 +439,8 @@ def main():
             raise SystemExit(f"mod_rate={mod_rate}: give a share, 0 <= mod_rate < 1")
         if "mod" not in known:
             raise SystemExit(f"mod_rate={mod_rate}: in {out_dir} no token may skip anything")
-        n = count_windows(windows, 32768)
-        last = [windows[i] for i in range(len(windows) - n, len(windows))]  # not those that depth and mod report on
-        batches = [x for x, _ in eval_batches(last, n, batch_size, device)]
+        last = [windows[i] for i in range(len(windows))[-count_windows(windows, 32768) :]]  # depth and mod have others
+        batches = [x for x, _ in eval_batches(last, len(last), batch_size, device)]
         mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
     path, report = os.path.join(out_dir, "eval.json"), {"checkpoint": checkpoint, "step": state["step"]}
     if os.path.exists(path):  # parts that were asked of the same checkpoint before stay

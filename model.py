@@ -190,7 +190,7 @@ class GPT(nn.Module):
         hidden, head = self.ends.readout(stream, self.head.weight)
         if targets is None:
             return F.linear(hidden[:, -1:] if last else hidden, head), None
-        penalty = sum(m.penalty for m in moe.layers(self) if m.penalty is not None)
+        penalty = sum(m.penalty for m in moe.layers(self) if m.penalty is not None) if self.training else 0.0
         if self.loss_chunk is not None:
             return None, chunked_cross_entropy(hidden, head, targets, self.loss_chunk) + penalty
         logits = F.linear(hidden, head)

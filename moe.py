@@ -109,8 +109,8 @@ def layers(model):
 
 
 def forget(model):
-    """What of the forward before this one was still held"""
-    for moe in layers(model):
+    """What of the forward before this one was still held, in training"""
+    for moe in layers(model) if model.training else ():
         moe.penalty = None
 
 
