@@ -1,4 +1,4 @@
-# make train: from nothing to a trained model, a figure of its loss and a sample. make test: the tests.
+# make train: from nothing to a trained model, a figure of its loss and a sample. make test, make slow: the tests.
 PYTHON ?= python3
 ARGS ?=
 RUN = .venv/bin/python
@@ -10,7 +10,10 @@ train: .venv/ready
 	$(RUN) eval.py --out_dir=out/default --what=sample
 
 test: .venv/ready-to-test
-	$(RUN) -m pytest -q test_all.py
+	$(RUN) -m pytest -q -n auto -m "not slow"
+
+slow: .venv/ready-to-test
+	$(RUN) -m pytest -q -n auto -m slow
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -21,4 +24,4 @@ test: .venv/ready-to-test
 	.venv/bin/pip install --quiet lm-eval==0.4.13
 	touch $@
 
-.PHONY: train test
+.PHONY: train test slow

@@ -34,13 +34,14 @@ from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from configurator import commit, configure, cpu_name
-from eval import ready
+from configurator import configure
+from data import Loader, Windows, get_tokenizer, write_json
 from generate import FOLDS, KVCache, compiled_step, next_token
+from machine import commit, device_name, pick_device, prepare_process
 from mod import routers
 from model import GPT, GPTConfig, settings_of_others
 from norms import Stream, pick
-from prepare_c4 import Loader, Windows, batches, get_tokenizer, in_order, list_files, start_worker, write_json
+from prepare_c4 import batches, in_order, list_files, start_worker
 
 what = "forward,residual,train,memory,generate,mod"  # parts, separated by commas
 modes = "prenorm,nag,bhyt"  # residual modes to compare with the first, separated by commas
@@ -55,7 +56,7 @@ megabytes = 10  # data: about so much text
 rounds = 7  # timed rounds, after two that are not
 quick = False  # four parts, a small shape, few rounds: does it run, and about how fast?
 dtype = "bfloat16"  # autocast, and the stream of the part residual: bfloat16 or float32
-device = "cpu"  # cpu, cuda, cuda:1, ...
+device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
 out = "bench.json"  # where the figures go
 
 
@@ -170,7 +171,7 @@ def stepper(config, bfloat16=None, compile=True, fused=True, **spend):
 def adopt(settings):
     """Those of main's settings that a process of its own needs"""
     globals().update(settings)
-    ready(device)
+    prepare_process(device)
 
 
 def apart(part, *args):
@@ -469,9 +470,10 @@ QUICK += " --prompt_tokens=64 --new_tokens=32 --batches_of=1"
 
 def main():
     given = sys.argv[1:]
-    settings = configure(globals(), GPTConfig, argv=given)
+    settings, _ = configure(globals(), GPTConfig, argv=given)
     if quick:
-        settings = configure(globals(), GPTConfig, argv=[*QUICK.split(), *given])
+        settings, _ = configure(globals(), GPTConfig, argv=[*QUICK.split(), *given])
+    adopt({"device": str(pick_device(device))})
     try:
         chosen = [pick(PARTS, part, "what") for part in what.split(",")]
         pick({"bfloat16": 0, "float32": 0}, dtype, "dtype")
@@ -481,8 +483,7 @@ def main():
         raise SystemExit(f"bench.py: {error}")
     torch._dynamo.config.recompile_limit = 256  # many modes are timed in one process, and each must be compiled
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    ready(device)
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else cpu_name()
+    name = device_name(torch.device(device))
     copy, matmul = floors()
     report = {
         "settings": settings, "git": commit(), "torch": torch.__version__, "threads": torch.get_num_threads(),

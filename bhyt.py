@@ -93,21 +93,23 @@ class BHyTEnds(FinalNorm):
 
 
 class BHyTExact(PreNorm):
+    settings = ("bhyt_p", "bhyt_lambda", "bhyt_learned", "bhyt_unit")
     ends = BHyTEnds
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        refuse(config, "bhyt_exact", norm="rms", bhyt_gain_aware=False, bhyt_causal=False)
+        refuse(config, "bhyt_exact", norm="rms")
         self.norm = BoundedTanh(config, config.bhyt_lambda[(layer - 1) % 2])
 
 
 class PreNormApprox(PreNorm):
+    settings = ("bhyt_context",)
     gain_aware = causal = False
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         refuse(config, config.residual, norm="rms")
-        self.first, self.T = layer % 2 == 1, config.block_size  # attention comes first in a block
+        self.first, self.T = layer % 2 == 1, config.bhyt_context or config.block_size  # attention comes first in a block
         if self.first:
             self.register_buffer("c", torch.zeros(1))
 
@@ -137,6 +139,7 @@ class PreNormApprox(PreNorm):
 
 
 class BHyT(PreNormApprox):
+    settings = (*BHyTExact.settings, *PreNormApprox.settings, "bhyt_gain_aware", "bhyt_causal")
     ends = BHyTEnds
 
     def __init__(self, config, layer):

@@ -3,7 +3,7 @@ Settings are the plain assignments at the top of a script, each with its comment
 
     batch_size = 16  # sequences a micro-step                <- the default gives the type
     flops_budget: float | None = None  # FLOPs to spend      <- None does not, so an annotation gives it
-    settings = configure(globals(), argv=sys.argv[1:])
+    settings, given = configure(globals(), argv=sys.argv[1:])
 
 All lower-case assignments above that line, or above the first function, are settings.
 They are overridden, in the order given, by files and by --key=value:
@@ -18,14 +18,8 @@ import ast
 import difflib
 import inspect
 import io
-import os
-import platform
-import re
-import shutil
-import subprocess
 import textwrap
 import tokenize
-from functools import partial
 from typing import NamedTuple
 
 TYPES = {t.__name__: t for t in (bool, int, float, str, tuple)} | {"None": type(None)}
@@ -38,21 +32,25 @@ class Setting(NamedTuple):
 
 
 def configure(namespace, *dataclasses, argv):
-    """Put the settings of a script into its namespace, and return them in one dict with those of the dataclasses."""
+    """Put a script's settings into its namespace. Returns (all settings, those that were given), two dicts.
+
+    All settings are the script's and the dataclasses'. Given ones come from a config file or the command line.
+    """
     own = read_settings(open(namespace["__file__"]).read())
     known = dict(own)
     for cls in dataclasses:
         known |= read_settings(textwrap.dedent(inspect.getsource(cls)), of=cls.__name__)
     if "--help" in argv or "-h" in argv:
         raise SystemExit(print_help(namespace, known))
-    values = {key: setting.default for key, setting in known.items()}
+    given = {}
     for source, key, value in overrides(argv, known):
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
             raise SystemExit(f"{source}: there is no setting {key!r}; the nearest is {near!r}; --help lists them all")
-        values[key] = convert(source, key, value, known[key].types)
+        given[key] = convert(source, key, value, known[key].types)
+    values = {key: setting.default for key, setting in known.items()} | given
     namespace.update({key: values[key] for key in own})
-    return values
+    return values, given
 
 
 def read_settings(text, of=None):
@@ -132,20 +130,6 @@ def print_help(namespace, settings):
     print((namespace["__doc__"] or "").strip() + "\n\nsettings, as --key=default:")
     for key, setting in settings.items():
         print(f"  {f'--{key}={setting.default}':<36} {setting.comment}")
-
-
-def cpu_name():
-    cpuinfo = open("/proc/cpuinfo").read() if os.path.exists("/proc/cpuinfo") else ""
-    return re.findall(r"model name\s*: (.*)", cpuinfo + f"model name : {platform.processor()}")[0]
-
-
-def commit():
-    """The commit of this directory, and whether it was changed since; nothing where there is no git"""
-    if shutil.which("git") is None:
-        return ""
-    ask = partial(subprocess.run, cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True, text=True)
-    changes = ask(["git", "status", "--porcelain", "--untracked-files=no"]).stdout
-    return ask(["git", "rev-parse", "HEAD"]).stdout.strip() + ("+changes" if changes else "")
 
 
 def echo(settings):

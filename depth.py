@@ -23,7 +23,7 @@ def walk(model, x):
     rope, sharded = (model.cos[: x.size(1)], model.sin[: x.size(1)]), isinstance(model, FSDPModule)
     if sharded:
         model.unshard()
-    stream = model.ends.embed(model.embed(x))._replace(at=torch.arange(x.size(1), device=x.device)[:, None])
+    stream = model.begin(x, torch.arange(x.size(1), device=x.device))
     for block in model.blocks:
         if sharded:
             block.unshard()
@@ -92,6 +92,7 @@ def look(model, x, y):
             first = behind = old
             shape_of(first, seen)
         seen["rotation"].append(degrees(old, new))
+        seen["update"].append(((new - old).square().mean(-1) / old.square().mean(-1)).sqrt().mean())
         seen["from embedding"].append(degrees(first, new))
         preferred.append(F.normalize(new - old, dim=-1).flatten(0, 1).mean(0))
         if hasattr(residual, "turn"):

@@ -8,12 +8,9 @@ Ask a checkpoint: its loss, what its stream does through depth, the tasks of lm-
 
 import codecs
 import copy
-import ctypes
 import json
 import math
 import os
-import platform
-import shutil
 import sys
 import time
 
@@ -26,19 +23,21 @@ import depth
 import lora
 import mod
 from configurator import configure
+from data import Windows, eval_batches, meta_tokenizer, read_documents, spread, to_batch, write_json
 from generate import FOLDS, KVCache, stream_tokens
-from model import GPT, GPTConfig
-from prepare_c4 import Windows, meta_tokenizer, read_documents, to_batch, write_json
+from machine import autocast, can_compile, pick_device, pick_dtype, prepare_process
+from model import evaluate
 
 out_dir = "out"  # where the run is; eval.json goes there too
-checkpoint = "ckpt.pt"  # which of its checkpoints: ckpt.pt, ckpt_best.pt or one that was kept
+checkpoint: str | None = None  # a file or folder in out_dir, such as ckpt_best.pt; None: the newest
 data_dir: str | None = None  # shards with a val split; None: those it was trained on
 what: str | None = None  # parts, separated by commas: loss, depth, variance, mod, sample, tasks; None: all but tasks
-eval_tokens: int | None = None  # tokens for the loss; None: all
+eval_tokens: int | None = None  # tokens for the loss, evenly spaced over the split; None: all
+val_part = "all"  # of the validation split: all, or one half of its windows: tune or report
 text: str | None = None  # for the loss, in place of val: a text, .jsonl or .parquet file, or a name on the hub
 text_column = "text"  # of such records
 text_split = "test"  # of a name on the hub
-depth_tokens = 16384  # validation tokens for depth, variance and mod
+depth_tokens = 16384  # validation tokens for depth, variance and mod, evenly spaced over the split
 mod_rate: float | None = None  # let this share of the tokens skip, in place of what it was trained with
 batch_size = 8  # windows at once; that of training finds its compiled blocks again
 prompt = "def "  # what the sample begins with, and the text that mod maps
@@ -51,58 +50,14 @@ tasks: str | None = None  # the harness's names, separated by commas; None: the 
 task_dir: str | None = None  # take tasks from the files here and no others; None: the harness's own, from the hub
 num_fewshot: int | None = None  # examples before each question; None: as the task has it
 limit: int | None = None  # questions of each task; None: all
-device = "cpu"  # cpu, cuda, cuda:1, ...
+device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
 dtype = "auto"  # of the loss: float32 or bfloat16 autocast; auto: bfloat16 where the hardware computes in it
 compile: bool | None = None  # torch.compile the loss and the sample's steps; None: the loss of much text, if possible
-
-
-def load(path, device="cpu"):
-    """A checkpoint of train.py and the model in it"""
-    if not os.path.exists(path):
-        raise SystemExit(f"{path}: no such checkpoint")
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    model = GPT(GPTConfig(**state["config"]))
-    lora.load_state(model, state)
-    for adapted in lora.adapters(model):
-        adapted.merge()
-    model.requires_grad_()
-    model.refresh()
-    return state, model.to(device).eval()
+loss_chunk: int | None = None  # tokens whose logits are in memory at a time; None: as in training
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Loss
-
-
-def eval_batches(windows, count, batch_size, device, rank=0, world=1):
-    """This rank's share of the first count windows, as tensors (inputs, targets, ...), padded to batch_size with
-    targets of -1, so that every rank has as many batches and no shape ever changes"""
-    for first in range(0, count, batch_size * world):
-        mine = range(first + rank, first + batch_size * world, world)
-        x, y, *more = (t.to(device) for t in to_batch([windows[i % count] for i in mine], device))
-        y[[i >= count for i in mine]] = -1
-        yield x, y, *more
-
-
-def count_windows(windows, tokens):
-    """How many whole windows there are in so many tokens, at least one; all of them for None"""
-    return len(windows) if tokens is None else min(len(windows), max(1, tokens // windows.T))
-
-
-@torch.no_grad()
-def evaluate(model, windows, tokens, batch_size, device, rank=0, world=1):
-    """Mean loss over the first `tokens` tokens of a split (all, if None), in whole windows: the same ones every time,
-    and the same number whatever the batch size and the number of ranks."""
-    total, training = torch.zeros(2, dtype=torch.float64, device=device), model.training
-    model.eval()
-    for x, y, *more in eval_batches(windows, count_windows(windows, tokens), batch_size, device, rank, world):
-        logits = model(x, None, *more)[0].float()
-        total[0] += F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1), ignore_index=-1, reduction="sum")
-        total[1] += (y >= 0).sum()
-    model.train(training)
-    if world > 1:
-        torch.distributed.all_reduce(total)
-    return float(total[0] / total[1])
 
 
 class TextWindows:
@@ -137,45 +92,22 @@ def read_texts(source, column, split):
     return (record[column] for record in load_dataset(source, split=split, streaming=True))
 
 
-def computes_bfloat16(device):
-    """Whether the hardware does; these private checks are the only ones that torch 2.11 to 2.13 have for a CPU"""
-    if device.startswith("cuda"):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def can_compile(device):
-    return device.startswith("cuda") or (sys.platform == "linux" and shutil.which("g++") is not None)
-
-
-def ready(device):
-    """Prepare the process. glibc is to keep what tensors free for the next ones: it would give it back to the system,
-    to be faulted in again page by page, thousands of times in a training step on a CPU."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.set_device(torch.device(device).index or 0)
-        torch.set_float32_matmul_precision("high")
-    if platform.libc_ver()[0] == "glibc":
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 1 << 30) and mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD, if M_MMAP_THRESHOLD may rise so far
-
-
-def loss(model, windows, encoding, tokens, batch_size, device):
-    """Nats a token, its exponential, and bits a byte of the text that the tokens stand for"""
-    count, size = count_windows(windows, tokens), np.zeros(encoding.n_vocab + 1)
-    for token, i in encoding._mergeable_ranks.items():  # end-of-text is not among them; nor is -1
+def loss(model, windows, indices, encoding, batch_size, device):
+    """Nats a token, perplexity, and bits a byte of the text that the tokens stand for."""
+    size = np.zeros(encoding.n_vocab + 1)  # bytes of each token; end-of-text and the -1 of padding have none
+    for token, i in encoding._mergeable_ranks.items():
         size[i] = len(token)
-    n, length = 0, 0
-    for i in range(count):
+    tokens, length = 0, 0
+    for i in indices:
         targets = to_batch([windows[i]], "cpu")[1].numpy()
-        n, length = n + int((targets >= 0).sum()), length + int(size[targets].sum())
-    if compile or (compile is None and n > 500_000 and can_compile(device)):
-        model = copy.deepcopy(model)  # all else is asked of the one that is not compiled
+        tokens, length = tokens + int((targets >= 0).sum()), length + int(size[targets].sum())
+    if compile or (compile is None and tokens > 500_000 and can_compile(device.type)):
+        model = copy.deepcopy(model)  # the other parts want the model that is not compiled
         model.compile_blocks()
-    half = dtype == "bfloat16" or (dtype == "auto" and computes_bfloat16(device))
-    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=half):
-        nats = evaluate(model, windows, tokens, batch_size, device)
-    bits = nats * n / math.log(2) / max(1, length)
-    return {"loss": nats, "perplexity": math.exp(nats), "bits per byte": bits, "tokens": n, "bytes": length}
+    with autocast(device.type, pick_dtype(dtype, device.type)):
+        nats = evaluate(model, eval_batches(windows, indices, batch_size, device))
+    bits = nats * tokens / math.log(2) / max(1, length)
+    return {"loss": nats, "perplexity": math.exp(nats), "bits per byte": bits, "tokens": tokens, "bytes": length}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -212,15 +144,23 @@ def score_group(model, contexts, owner, continuations, n_vocab, device):
     length, longest = len(contexts[0]), max(map(len, continuations))
     y = torch.tensor([c + [0] * (longest - len(c)) for c in continuations], device=device)  # (N, longest)
     cache = KVCache(model, len(contexts), length + longest - 1)
-    logits = model(torch.tensor(contexts, device=device), cache=cache, last=True)[0][owner]
+    hidden, head = model.hidden(torch.tensor(contexts, device=device), cache=cache)
+    hidden = hidden[owner, -1:]  # (N, 1, C)
     if longest > 1:
         cache.kv = [[tensor[owner] for tensor in layer] for layer in cache.kv]
-        logits = torch.cat((logits, model(y[:, :-1], cache=cache)[0]), dim=1)
-    logp = logits[..., :n_vocab].float().log_softmax(-1)
+        hidden = torch.cat((hidden, model.hidden(y[:, :-1], cache=cache)[0]), dim=1)
+    chunk = model.loss_chunk or 2048  # tokens whose logits are in memory at a time
+    parts = zip(hidden.flatten(0, 1).split(chunk), y.flatten().split(chunk))
+    scores = [token_scores(h, head, t, n_vocab) for h, t in parts]
+    logp, best = (torch.cat(part).view(y.shape) for part in zip(*scores))
     real = torch.arange(longest, device=device) < torch.tensor([[len(c)] for c in continuations], device=device)
-    total = (logp.gather(-1, y[..., None])[..., 0] * real).sum(-1)
-    greedy = ((logp.argmax(-1) == y) | ~real).all(-1)
-    return [*zip(total.tolist(), greedy.tolist())]
+    return [*zip((logp * real).sum(-1).tolist(), (best | ~real).all(-1).tolist())]
+
+
+def token_scores(hidden, head, y, n_vocab):
+    """The log-probability of each token of y (N,), and whether it is the likeliest, (N,) each."""
+    logp = F.linear(hidden, head)[..., :n_vocab].float().log_softmax(-1)
+    return logp.gather(-1, y[..., None])[..., 0], logp.argmax(-1) == y
 
 
 def harness(model, encoding, batch_size, device):
@@ -310,7 +250,7 @@ def show_loss(report):
 TABLES = {  # what has a value behind the embedding and each block, for each block, each sublayer, each attention
     "stream": ("variance", "norm", "magnitude", "max", "max/rms", "kurtosis"),
     "block": ("cosine", "dropped", "gradient", "sink"),
-    "sublayer": ("rotation", "from embedding", "alpha", "a"),
+    "sublayer": ("update", "rotation", "from embedding", "alpha", "a"),
 }
 
 
@@ -346,44 +286,55 @@ def show_tasks(report):
 
 
 def sample(model, encoding, device):
-    """Print a continuation of the prompt as it is made."""
+    """Print a continuation of the prompt as it is made. It starts with end-of-text, as every document in training."""
     torch.manual_seed(seed)
-    ids = encoding.encode_ordinary(prompt) or [encoding.eot_token]
+    ids, began, times = start_of_text(encoding), time.perf_counter(), []
     made = stream_tokens(
         model, torch.tensor([ids], device=device), max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         stop=encoding.eot_token, n_vocab=encoding.n_vocab, compile=bool(compile),
     )  # fmt: skip
     characters = codecs.getincrementaldecoder("utf-8")("replace")  # a character can be several tokens
     print(prompt, end="", flush=True)
-    began, before = time.perf_counter(), len(ids)
     with mod.switched(model, "collect"):
         for token in made:
             ids.append(int(token))
+            times.append(time.perf_counter())
             if ids[-1] == encoding.eot_token:
                 break
             print(characters.decode(encoding.decode_single_token_bytes(ids[-1])), end="", flush=True)
     ran = f", {mod.skipped(mod.routers(model)):.1%} skipped" if mod.routers(model) else ""
-    print(f"\n{(len(ids) - before) / (time.perf_counter() - began):.0f} tokens/s{ran}")
-    return encoding.decode(ids)
+    print(f"\n{decoding_speed(began, times)}{ran}")
+    return encoding.decode(ids[1:])
+
+
+def start_of_text(encoding):
+    return [encoding.eot_token, *encoding.encode_ordinary(prompt)]
+
+
+def decoding_speed(began, times):
+    """Tokens a second after the second token: the first takes the prompt, the second the compilation of the step."""
+    if len(times) < 3:
+        return f"{len(times)} tokens in {time.perf_counter() - began:.2f} s, too few to time decoding"
+    rate = (len(times) - 2) / (times[-1] - times[1])
+    return f"{rate:.0f} tokens/s; {times[1] - began:.2f} s before, for the prompt and the first step"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def answers(parts, model, windows, encoding):
-    """Answer part by part, print each and yield (its name, its report)."""
-    T = windows.T
+    """Answer part by part: print each and yield (its name, its report)."""
+    indices = spread(windows, depth_tokens, val_part)
     batches = []
-    for x, y in eval_batches(windows, count_windows(windows, depth_tokens), batch_size, device):
+    for x, y in eval_batches(windows, indices, batch_size, device):
         real = y[:, 0] >= 0
         batches.append((x[real], y[real]))
     if "loss" in parts:
-        on = (
-            windows
-            if text is None
-            else TextWindows(read_texts(text, text_column, text_split), encoding, T, eval_tokens)
-        )
-        report = loss(model, on, encoding, eval_tokens if text is None else None, batch_size, device)
+        if text is None:
+            report = loss(model, windows, spread(windows, eval_tokens, val_part), encoding, batch_size, device)
+        else:
+            rows = TextWindows(read_texts(text, text_column, text_split), encoding, windows.T, eval_tokens)
+            report = loss(model, rows, range(len(rows)), encoding, batch_size, device)
         show_loss(report)
         yield "loss", report
     if "depth" in parts:
@@ -396,10 +347,10 @@ def answers(parts, model, windows, encoding):
         show_variance(report)
         yield "variance", report
     if "mod" in parts:
-        report = depth.skipping(model, batches, (encoding.encode_ordinary(prompt) or [encoding.eot_token])[:T])
-        report["causal loss"] = evaluate(model, windows, depth_tokens, batch_size, device)
+        report = depth.skipping(model, batches, start_of_text(encoding)[: windows.T])
+        report["causal loss"] = evaluate(model, eval_batches(windows, indices, batch_size, device))
         with mod.switched(model, "look_ahead"):
-            report["look-ahead loss"] = evaluate(model, windows, depth_tokens, batch_size, device)
+            report["look-ahead loss"] = evaluate(model, eval_batches(windows, indices, batch_size, device))
         show_skipping(report)
         yield "mod", report
     if "tasks" in parts:
@@ -408,21 +359,35 @@ def answers(parts, model, windows, encoding):
         yield "tasks", report
     if "sample" in parts:
         if model.config.residual in FOLDS:
-            FOLDS[model.config.residual](model)  # last, since it is for good
+            FOLDS[model.config.residual](model)  # last, because it cannot be undone
         yield "sample", sample(model, encoding, device)
 
 
+def dial(model, directory):
+    """Set the routers' thresholds so that a share mod_rate of the tokens skips, on training windows."""
+    if not 0 <= mod_rate < 1:
+        raise SystemExit(f"mod_rate={mod_rate}: give a share, 0 <= mod_rate < 1")
+    if not mod.routers(model):
+        raise SystemExit(f"mod_rate={mod_rate}: in {out_dir} no token may skip anything")
+    windows = Windows(directory, "train", model.config.block_size)
+    batches = [x for x, _ in eval_batches(windows, spread(windows, 32768), batch_size, device)]
+    mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
+
+
 def main():
-    settings = configure(globals(), argv=sys.argv[1:])
-    ready(device)
-    state, model = load(os.path.join(out_dir, checkpoint), device)
+    global device
+    settings, _ = configure(globals(), argv=sys.argv[1:])
+    device = pick_device(device)
+    prepare_process(device)
+    pick_dtype(dtype, device.type)
+    state, model = lora.load_model(out_dir if checkpoint is None else os.path.join(out_dir, checkpoint), device)
+    if loss_chunk is not None:
+        model.loss_chunk = loss_chunk
     known = ["loss", "depth", "variance", "mod", "sample", "tasks"]
     if model.config.residual not in bhyt.RESIDUALS:
         known.remove("variance")
     if not mod.routers(model):
         known.remove("mod")
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise SystemExit(f"dtype={dtype!r}: must be auto, float32 or bfloat16")
     parts = known[:-1] if what is None else what.split(",")
     unknown = set(parts) - set(known)
     if unknown:
@@ -430,24 +395,20 @@ def main():
     for key, part in (("text", "loss"), ("tasks", "tasks"), ("task_dir", "tasks"), ("limit", "tasks")):
         if settings[key] is not None and part not in parts:
             raise SystemExit(f"{key}={settings[key]!r} is for {part}, which what={what!r} does not ask for")
-    windows = Windows(data_dir or state["settings"]["data_dir"], "val", model.config.block_size)
+    directory = data_dir or state["settings"]["data_dir"]
+    windows = Windows(directory, "val", model.config.block_size)
     if windows.meta["tokenizer_sha256"] != state["meta"]["tokenizer_sha256"]:
         raise SystemExit("the data's tokenizer is not the one that the checkpoint was trained with")
-    encoding = meta_tokenizer(data_dir or state["settings"]["data_dir"], windows.meta)
     if mod_rate is not None:
-        if not 0 <= mod_rate < 1:
-            raise SystemExit(f"mod_rate={mod_rate}: give a share, 0 <= mod_rate < 1")
-        if "mod" not in known:
-            raise SystemExit(f"mod_rate={mod_rate}: in {out_dir} no token may skip anything")
-        last = [windows[i] for i in range(len(windows))[-count_windows(windows, 32768) :]]  # depth and mod have others
-        batches = [x for x, _ in eval_batches(last, len(last), batch_size, device)]
-        mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
-    path, report = os.path.join(out_dir, "eval.json"), {"checkpoint": checkpoint, "step": state["step"]}
-    if os.path.exists(path):  # parts that were asked of the same checkpoint before stay
+        dial(model, directory)
+    name = os.path.basename(state["path"])
+    path, report = os.path.join(out_dir, "eval.json"), {"checkpoint": name, "step": state["step"]}
+    if os.path.exists(path):  # keep the parts that were asked of the same checkpoint before
         old = json.load(open(path))
         report = old if old.items() >= report.items() else report
     report["settings"] = report.get("settings", {}) | dict.fromkeys(parts, settings)
-    report |= dict(answers(parts, model, windows, encoding))
+    report["data"] = windows.sha256
+    report |= dict(answers(parts, model, windows, meta_tokenizer(directory, windows.meta)))
     write_json(path, report)
 
 

@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from prepare_c4 import atomic, validates
+import checkpoint
+from data import file_sha256
+from model import GPT, GPTConfig
 
 TARGETS = ("wq", "wk", "wv", "wo", "up", "gate", "down")  # the linears of a block
 
@@ -96,45 +98,63 @@ def trained(model):
 
 
 def digest(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """sha256 of a checkpoint, a file or a folder."""
+    if not os.path.isdir(path):
+        return file_sha256(path)
+    parts = [file_sha256(os.path.join(path, name)) for name in sorted(os.listdir(path))]
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
 def load_state(model, state):
-    """Load a checkpoint of train.py, together with the one that its adapters, if these are all it has, belong to."""
-    how = state.get("lora")
-    if how is None:
-        model.load_state_dict(state["model"])
+    """Load the weights of a checkpoint. One that holds only adapters names the checkpoint with the other weights."""
+    lora = state.get("lora")
+    if lora is None:
+        try:
+            model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise SystemExit(f"{state['path']} does not fit its own settings: {' '.join(str(error).split())}")
         return
-    if not os.path.exists(how["base"]) or digest(how["base"]) != how["sha256"]:
-        raise SystemExit(f"the adapters belong to {how['base']}, which is gone or another file by now")
-    load_state(model, torch.load(how["base"], map_location="cpu", weights_only=True))
-    adapt(model, how["rank"], how["alpha"], how["dropout"], how["targets"])
+    if not os.path.exists(lora["base"]) or digest(lora["base"]) != lora["sha256"]:
+        raise SystemExit(f"the adapters belong to {lora['base']}, which is gone or has changed")
+    load_state(model, checkpoint.load(lora["base"]))
+    adapt(model, lora["rank"], lora["alpha"], lora["dropout"], lora["targets"])
     missing, unexpected = model.load_state_dict(state["model"], strict=False)
     if unexpected or set(missing) != frozen(model):
-        raise SystemExit(f"these adapters do not fit the model of {how['base']}")
+        raise SystemExit(f"these adapters do not fit the model of {lora['base']}")
 
 
-def begin(model, state, path, resume, how):
-    """Load the checkpoint at path and, if rank is above 0, train adapters: those that it has when resuming, else new
-    ones. Returns what a checkpoint says of them, None where there are none."""
+def load_model(path, device="cpu"):
+    """(state, model) of a checkpoint: in eval mode, with its adapters merged."""
+    state = checkpoint.load(path)
+    model = GPT(GPTConfig(**state["config"]))
+    model.loss_chunk = state["settings"].get("loss_chunk")
     load_state(model, state)
-    old = state.get("lora")
-    if resume and how != {k: v for k, v in (old or how | {"rank": 0}).items() if k in how}:
-        raise ValueError(f"{path} was trained with {old or 'no adapters'}, not with {how}")
-    if resume or not (old or how["rank"]):
-        return old
-    if old:
-        raise ValueError(f"{path} holds adapters: merge them first with python lora.py {path} TO")
-    adapt(model, **how)
-    return how | {"base": os.path.abspath(path), "sha256": digest(path)}
+    for adapter in adapters(model):
+        adapter.merge()
+    model.requires_grad_()
+    model.refresh()
+    return state, model.to(device).eval()
+
+
+def begin(model, state, wanted):
+    """Load a checkpoint to fine-tune it, and add adapters if wanted["rank"] is above 0.
+
+    Returns what the checkpoints of this run say about their adapters; None without adapters.
+    """
+    load_state(model, state)
+    if not wanted["rank"]:
+        return state.get("lora")
+    if state.get("lora"):
+        raise ValueError(f"{state['path']} holds adapters: merge them first with python lora.py {state['path']} TO")
+    adapt(model, **wanted)
+    return wanted | {"base": os.path.abspath(state["path"]), "sha256": digest(state["path"])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Conversations
 
 ASK, ANSWER = "User: {}\n\nAssistant:", " {}"  # the chat template; end-of-text before the first and behind every answer
-VAL_SHARE = 0.1  # of the conversations, chosen by a hash of their text, that is kept for validation
+VAL_SHARE = 0.1  # of the conversations, at least one, are kept for validation
 
 
 def encode(turns, encoding):
@@ -165,19 +185,31 @@ def read_conversations(source):
             yield turns
 
 
+def split_conversations(source, split):
+    """The conversations of "train" or "val", in the order of the file. Those with the smallest hashes are for val, so
+    that a new conversation moves few others."""
+    every = list(read_conversations(source))
+    if len(every) < 2:
+        raise SystemExit(f"{source}: {len(every)} conversations; at least 2 are needed, one each for train and val")
+    hashes = [hashlib.sha256("\n".join(turns).encode("utf-8", "surrogatepass")).hexdigest() for turns in every]
+    order = sorted(range(len(every)), key=lambda i: (hashes[i], i))
+    val = set(order[: max(1, round(VAL_SHARE * len(every)))])
+    return [turns for i, turns in enumerate(every) if (i in val) == (split == "val")]
+
+
 class Conversations:
-    """Rows (3, T) of inputs, targets and numbers of conversations: as many whole ones as fit behind each other, of
-    which none attends to another. Only answers are targets; everything else, and what fills the row up, is -1. What is
-    longer than a row is cut. (The tokens of a row do compete for who runs under mod in training.)"""
+    """Conversations packed into rows (3, T): inputs, targets, and the number of the conversation each token is from.
+
+    Attention is masked between the conversations of a row. Only answers are targets; all else, and the padding, has
+    target -1. A conversation longer than a row is cut. (With mod.py, the tokens of a row do compete for who runs.)
+    """
 
     def __init__(self, source, split, encoding, T):
         self.rows, self.T, room, self.kept, self.cut, self.dropped = [], T, 0, 0, 0, 0
-        for turns in read_conversations(source):
-            if validates("\n".join(turns), VAL_SHARE) != (split == "val"):
-                continue
+        for turns in split_conversations(source, split):
             ids, own = encode(turns, encoding)
-            x, y = ids[:-1][:T], [i if mine else -1 for i, mine in zip(ids, own)][1 : T + 1]
-            if max(y) < 0:  # nothing of the answer is left
+            x, y = ids[:-1][:T], [i if answer else -1 for i, answer in zip(ids, own)][1 : T + 1]
+            if max(y) < 0:  # the answer begins after the cut
                 self.dropped += 1
                 continue
             self.kept, self.cut = self.kept + 1, self.cut + (len(ids) > T + 1)
@@ -188,7 +220,8 @@ class Conversations:
             self.rows[-1][:, at] = x, y, [self.rows[-1][2].max() + 1] * len(x)
             room -= len(x)
         if not self.rows:
-            raise SystemExit(f"{source}: no conversation for {split}, of which {VAL_SHARE:.0%} are for val")
+            raise SystemExit(f"{source}: all conversations for {split} are longer than block_size={T} before the answer")
+        self.sha256 = hashlib.sha256(np.stack(self.rows).tobytes()).hexdigest()
 
     def __len__(self):
         return len(self.rows)
@@ -207,15 +240,13 @@ def shares_of(batches, world):
 
 
 def main(path, to):
-    """A checkpoint with its adapters merged, of the kind that any run can start from"""
-    from eval import load
-
-    state, model = load(path)
+    """Write a checkpoint with its adapters merged, from which any run can start."""
+    state, model = load_model(path)
     if state.pop("lora", None) is None:
         raise SystemExit(f"{path} has no adapters to merge")
     state["model"] = {k: v for k, v in model.state_dict().items() if k.rpartition(".")[2] not in ("A", "B")}
-    with atomic(to) as file:
-        torch.save(state | {"optimizers": []}, file)
+    state.pop("path")
+    checkpoint.save(to, state | {"optimizers": []})
 
 
 if __name__ == "__main__":

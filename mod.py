@@ -70,7 +70,7 @@ class Router(nn.Module):
 
     def reset_parameters(self):
         if self.v is not None:
-            nn.init.normal_(self.v)
+            nn.init.normal_(self.v, std=0.02)  # only its direction matters; at std 1 Adam's steps hardly turn it
         if self.learned:
             nn.init.normal_(self.w, std=self.w.numel() ** -0.5)
             nn.init.zeros_(self.b)
@@ -134,7 +134,7 @@ def balance(routers, shared, rate, world=1, memory=MEMORY):
     for router, counts in zip(routers, fresh):
         router.histogram.mul_(memory).add_(counts)
         router.fresh.zero_()
-    histograms = torch.stack([router.histogram for router in routers]).double()
+    histograms = torch.stack([router.histogram for router in routers]).cpu().double()
     below = (histograms / histograms.sum(1, keepdim=True)).cumsum(1)  # (routers, BINS): share up to each edge
     below = torch.cat([torch.zeros_like(below[:, :1]), below], dim=1)
     overall = below.mean(0, keepdim=True).expand_as(below) if shared else below

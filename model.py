@@ -55,6 +55,7 @@ class GPTConfig:
     bhyt_unit: bool = False  # bhyt: start gamma where a norm's outputs have variance 1, at kappa / lambda; False: at 1
     bhyt_gain_aware: bool = False  # bhyt: the predicted variance knows the norm's gain, as it has to for bhyt_unit
     bhyt_causal: bool = False  # bhyt: it takes into account how many tokens there are to attend to
+    bhyt_context: int | None = None  # bhyt, prenorm_approx: the context length T of c; None: block_size
     nag_alpha_power: float = 0.5  # nag: alpha of sublayer l starts at l^-nag_alpha_power
     nag_directions: int = 32  # nag: directions of the modulator; 0: no modulator, m = 1
     nag_beta: float | None = None  # nag: the modulator's exponent; None: learned, from 1
@@ -170,24 +171,13 @@ class GPT(nn.Module):
         self.refresh()
 
     def forward(self, idx, targets=None, docs=None, cache=None, last=False):
-        """Logits (B, T, V), or those of the last position alone, and their mean cross-entropy with the targets, of
-        which those that are -1 do not count. docs (B, T): which document a token is of, where none may see another"""
-        T, at = idx.size(1), torch.arange(idx.size(1), device=idx.device)
-        if T > self.config.block_size:
-            raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
-        at = at if cache is None else cache.at + at
-        rope = (self.cos[:T], self.sin[:T]) if cache is None else (self.cos[at], self.sin[at])
-        e = self.drop(self.embed(idx))
-        if self.config.bf16_stream and torch.is_autocast_enabled(e.device.type):
-            e = e.bfloat16()
-        stream = self.ends.embed(e)._replace(at=at[:, None])
-        moe.forget(self)
-        for b, block in enumerate(self.blocks):
-            run = partial(checkpoint, block, use_reentrant=False) if self.recompute and self.training else block
-            stream = run(stream, rope, docs, None if cache is None else (*cache.kv[b], at))
-        if cache is not None:
-            cache.at.add_(T)
-        hidden, head = self.ends.readout(stream, self.head.weight)
+        """Token ids (B, T) -> (logits, loss).
+
+        Without targets: logits (B, T, V), or (B, 1, V) of the last position, and no loss. With targets (B, T): the mean
+        cross-entropy, in which targets of -1 do not count; logits are None if loss_chunk is set.
+        docs (B, T) numbers the documents of a row; a token attends only within its document.
+        """
+        hidden, head = self.hidden(idx, docs, cache)
         if targets is None:
             return F.linear(hidden[:, -1:] if last else hidden, head), None
         penalty = sum(m.penalty for m in moe.layers(self) if m.penalty is not None) if self.training else 0.0
@@ -195,6 +185,29 @@ class GPT(nn.Module):
             return None, chunked_cross_entropy(hidden, head, targets, self.loss_chunk) + penalty
         logits = F.linear(hidden, head)
         return logits, cross_entropy(logits, targets) + penalty
+
+    def hidden(self, idx, docs=None, cache=None):
+        """Everything before the head: ((B, T, C), (V, C)), whose product is the logits."""
+        T, at = idx.size(1), torch.arange(idx.size(1), device=idx.device)
+        if T > self.config.block_size:
+            raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
+        at = at if cache is None else cache.at + at
+        rope = (self.cos[:T], self.sin[:T]) if cache is None else (self.cos[at], self.sin[at])
+        stream = self.begin(idx, at)
+        moe.forget(self)
+        for b, block in enumerate(self.blocks):
+            run = partial(checkpoint, block, use_reentrant=False) if self.recompute and self.training else block
+            stream = run(stream, rope, docs, None if cache is None else (*cache.kv[b], at))
+        if cache is not None:
+            cache.at.add_(T)
+        return self.ends.readout(stream, self.head.weight)
+
+    def begin(self, idx, at):
+        """The stream before the first block. at (T,): positions of the tokens."""
+        e = self.drop(self.embed(idx))
+        if self.config.bf16_stream and torch.is_autocast_enabled(e.device.type):
+            e = e.bfloat16()
+        return self.ends.embed(e)._replace(at=at[:, None])
 
     @torch.no_grad()
     def init_weights(self):
@@ -205,8 +218,8 @@ class GPT(nn.Module):
         outputs |= {block.mlp.shared.down for block in self.blocks if getattr(block.mlp, "shared", None)}
         stacked = {linear: m.E for m in moe.layers(self) for linear in m.stacks}
         in_mlp = {m for block in self.blocks for m in block.mlp.modules()}
-        how = config.init_out or RESIDUALS[config.residual].init_out
-        shrink = pick({"scaled": (2 * config.n_layer) ** -0.5, "plain": 1.0, "zero": 0.0}, how, "init_out")
+        shrinks = {"scaled": (2 * config.n_layer) ** -0.5, "plain": 1.0, "zero": 0.0}
+        shrink = pick(shrinks, init_out(config), "init_out")
         for module in self.modules():
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=config.init_scale)
@@ -288,10 +301,12 @@ class GPT(nn.Module):
         return round(sum(p.numel() for p in self.parameters()) - idle)
 
     def flops_per_token(self):
-        """Matmul FLOPs of a training step: 2 for each weight of a matrix, the head too, tied or not; 2 C for the score
-        of a query with a key and 2 C to sum the values, (T + 1) / 2 keys on average, for k queries that are gathered
-        T - (k - 1) / 2, which is what is needed wherever they are. The backward: twice that. Not counted: the
-        experts that a token does not pass, what the tokens that skip would have cost, gradients of frozen weights."""
+        """Matmul FLOPs that a training step needs for a token, whatever a device computes in vain.
+
+        2 for each weight of a matrix, the head included; 2 C for the score of a query with a key and 2 C to sum the
+        values, over (T + 1) / 2 keys on average; twice that for the backward. Experts that a token does not pass,
+        sublayers that it skips (k of T tokens run) and gradients of frozen weights do not count.
+        """
         C, T = self.config.n_embd, self.config.block_size
 
         def cost(modules):
@@ -306,16 +321,20 @@ class GPT(nn.Module):
                 mlp = cost(m for m in block.mlp.modules() if isinstance(m, nn.Linear)) - idle
                 total -= (1 - block.mlp_router.k / T) * mlp
             if block.attn_router is not None:  # keys and values are made for all
-                k = block.attn_router.k
-                total -= (1 - k / T) * cost((block.attn.wq, block.attn.wo))
-                total -= 6 * C * (T + 1 - k / T * (2 * T - k + 1))
+                skipped = 1 - block.attn_router.k / T
+                total -= skipped * (cost((block.attn.wq, block.attn.wo)) + 6 * C * (T + 1))
         return total
 
 
+def init_out(config):
+    """How the output projections start: the setting, or what suits the mode."""
+    return config.init_out or RESIDUALS[config.residual].init_out
+
+
 def settings_of_others(residual):
-    """The settings that are named after another residual mode than this one, and their defaults"""
-    modes = {field: field.name.partition("_")[0] for field in fields(GPTConfig)}
-    return {f.name: f.default for f, mode in modes.items() if mode in RESIDUALS and not residual.startswith(mode)}
+    """{name: default} of the settings that belong to residual modes, but not to this one."""
+    owned = {name for mode in RESIDUALS.values() for name in mode.settings} - set(RESIDUALS[residual].settings)
+    return {field.name: field.default for field in fields(GPTConfig) if field.name in owned}
 
 
 def check(config):
@@ -354,6 +373,7 @@ def check(config):
         raise ValueError(f"{experts}: give 1 to all of the experts, and a rate of 0 or more")
     if config.init_scale <= 0:
         raise ValueError(f"init_scale={config.init_scale}: must be above 0")
+    pick(RESIDUALS, config.residual, "residual")
     norms.refuse(config, config.residual, **settings_of_others(config.residual))
 
 
@@ -365,9 +385,15 @@ INITS = {  # name: (weight, scale, gain of the activation) -> None
 }
 
 
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+
+
 def chunked_cross_entropy(hidden, head, targets, chunk):
-    """The same from what logits are made of, `chunk` tokens at a time: those of no more are there at once, forward or
-    backward, for which they are made twice."""
+    """cross_entropy(hidden @ head.T, targets) without all logits at once.
+
+    At most `chunk` tokens' logits exist at a time; the backward pass recomputes them.
+    """
 
     def part(h, y):
         return F.cross_entropy(F.linear(h, head).float(), y, ignore_index=-1, reduction="sum")
@@ -376,5 +402,21 @@ def chunked_cross_entropy(hidden, head, targets, chunk):
     return sum(checkpoint(part, h, y, use_reentrant=False) for h, y in parts) / (targets >= 0).sum()
 
 
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+@torch.no_grad()
+def evaluate(model, batches, world=1):
+    """Mean loss a token over batches of (inputs, targets, ...) of data.eval_batches, over all ranks together.
+
+    The result does not depend on the batch size or on the number of ranks. loss_chunk bounds its memory too.
+    """
+    training, sums = model.training, []
+    model.eval()
+    for x, y, *more in batches:
+        count = (y >= 0).sum()
+        loss = model(x, y, *more)[1]
+        sums.append(torch.stack([torch.where(count > 0, loss * count, 0.0), count]))  # padding alone has no mean
+    model.train(training)
+    total = torch.stack(sums).cpu().double().sum(0)
+    if world > 1:
+        total = total.to(x.device)
+        torch.distributed.all_reduce(total)
+    return float(total[0] / total[1])

@@ -78,7 +78,8 @@ class MoE(nn.Module):
 
     def forward(self, h):
         x = h.flatten(0, -2)  # (N, C)
-        s = wide(self.router(x)).softmax(-1)  # (N, E)
+        with torch.autocast(x.device.type, enabled=False):  # in float32, so that choices do not depend on autocast
+            s = F.linear(wide(x), wide(self.router.weight)).softmax(-1)  # (N, E)
         chosen = (s + self.bias).topk(self.k).indices  # (N, k)                                                     (1)
         pairs, order = chosen.flatten().sort(stable=True)  # (N k,): experts in order, and which pair that was
         w = s.gather(1, chosen)

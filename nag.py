@@ -120,6 +120,9 @@ def start_of_g_dec(config):
 
 
 class NAG(nn.Module):
+    settings = (
+        "nag_alpha_power", "nag_directions", "nag_beta", "nag_centre", "nag_orthogonal", "nag_lane", "nag_first_logits",
+    )  # fmt: skip
     ends = NAGEnds
     init_out = "plain"  # a scale that (4) would take out again
 

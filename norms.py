@@ -180,6 +180,7 @@ class DyTEnds(NoEnds):
 
 
 class PreNorm(nn.Module):
+    settings = ()  # fields of GPTConfig that belong to this mode; other modes refuse them
     ends = FinalNorm
     init_out = "scaled"  # how the output projections start, unless the setting of that name says otherwise
 
@@ -240,6 +241,7 @@ class LNS(PreNorm):
 
 
 class DyTResidual(PreNorm):
+    settings = ("dyt_alpha",)
     ends = DyTEnds
 
     def __init__(self, config, layer):

@@ -58,6 +58,17 @@ def read_eval(run, part):
     return report[part]
 
 
+def refuse_mixed_data(runs):
+    """Losses on different data cannot be compared: data/python, for one, is made from each user's own Python."""
+    seen = {}
+    for run in runs:
+        header = next(json.loads(line) for line in need(os.path.join(run, "log.jsonl")) if '"run"' in line)["run"]
+        seen.setdefault(str(header.get("data")), run)
+    if len(seen) > 1:
+        one, two, *_ = seen.values()
+        raise SystemExit(f"plot.py: {one} and {two} were trained on different data (see data in their log.jsonl)")
+
+
 def grouped(runs, but=()):
     """{label: (residual, runs)}: a label is the mode, and the settings in which the runs of a mode differ, but for the
     seed, what is of no matter and what is in but"""
@@ -360,6 +371,8 @@ def main(figure, out, *runs):
 
     if figure not in FIGURES:
         raise SystemExit(f"plot.py: there is no figure {figure!r}: choose one of {', '.join(FIGURES)}")
+    if FIGURES[figure] is not speed:
+        refuse_mixed_data(runs)
     fig, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     FIGURES[figure](axes, runs)
     axes.grid(alpha=0.3)

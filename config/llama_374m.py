@@ -1,13 +1,17 @@
 """
-The Llama-like 374M shape of the norm papers (295M with this vocabulary), on C4: 50000 steps of 32 x 1024 tokens.
-How each mode is trained there is in published_*.py:
-torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py config/published_prenorm.py
+The Llama-like 374M shape of the norm papers (295M with this vocabulary), on C4: 50000 steps of 32 x 1024 tokens, with pre-norm as the BHyT paper
+trained it (arXiv 2601.09719). For another mode, put its published_*.py after this file:
+
+torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py
+torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py config/published_bhyt.py
 """
+
 
 data_dir = "data/c4"
 out_dir = "out/llama_374m"
 init_from = "auto"
 
+residual = "prenorm"
 n_layer = 16
 n_head = 16
 n_kv_head = 4
@@ -21,6 +25,10 @@ rope_base = 500000.0
 
 batch_size = 32
 total_batch_tokens = 32768
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_share = 0.1
+weight_decay = 0.1
 max_iters = 50000
 eval_interval = 1000
 eval_tokens = 5242880

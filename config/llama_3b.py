@@ -1,13 +1,17 @@
 """
-The Llama-like 3B shape of the norm papers, on C4: 60000 steps of 32 x 1024 tokens.
-How each mode is trained there is in published_*.py:
-torchrun --standalone --nproc_per_node=8 train.py config/llama_3b.py config/published_prenorm.py
+The Llama-like 3B shape of the norm papers, on C4: 60000 steps of 32 x 1024 tokens, with pre-norm as the BHyT paper
+trained it (arXiv 2601.09719). For another mode, put its published_*.py after this file:
+
+torchrun --standalone --nproc_per_node=8 train.py config/llama_3b.py
+torchrun --standalone --nproc_per_node=8 train.py config/llama_3b.py config/published_bhyt.py
 """
+
 
 data_dir = "data/c4"
 out_dir = "out/llama_3b"
 init_from = "auto"
 
+residual = "prenorm"
 n_layer = 28
 n_head = 24
 n_kv_head = 8
@@ -22,6 +26,10 @@ shard = "fsdp"
 
 batch_size = 4
 total_batch_tokens = 32768
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_share = 0.1
+weight_decay = 0.1
 max_iters = 60000
 eval_interval = 1000
 eval_tokens = 5242880

@@ -1,7 +1,11 @@
-"""What the BHyT paper chose for its own mode (arXiv 2601.09719), to put behind config/llama_*.py"""
+"""
+What the BHyT paper (arXiv 2601.09719) chose for bhyt. Put it after config/llama_1b.py, llama_374m.py or llama_3b.py;
+give an --out_dir of its own to every shape but the first.
+"""
 
+out_dir = "out/llama_bhyt"
 residual = "bhyt"
 learning_rate = 5e-4
 min_lr = 5e-6
-warmup_iters = 0.1
+warmup_share = 0.1
 weight_decay = 0.1

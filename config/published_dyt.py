@@ -1,7 +1,12 @@
-"""What the BHyT paper chose for dyt (arXiv 2601.09719), to put behind config/llama_*.py"""
+"""
+What the BHyT paper (arXiv 2601.09719) chose for dyt. Put it after config/llama_1b.py, llama_374m.py or llama_3b.py;
+give an --out_dir of its own to every shape but the first. At 3B the paper starts alpha lower: add
+--dyt_alpha='(0.2, 0.05, 0.05)'.
+"""
 
+out_dir = "out/llama_dyt"
 residual = "dyt"
-learning_rate = 0.0001
-min_lr = 1e-05
-warmup_iters = 0.1
+learning_rate = 1e-4
+min_lr = 1e-5
+warmup_share = 0.1
 weight_decay = 0.1

@@ -1,7 +1,11 @@
-"""What the BHyT paper chose for perinorm (arXiv 2601.09719), to put behind config/llama_*.py"""
+"""
+What the BHyT paper (arXiv 2601.09719) chose for perinorm. Put it after config/llama_1b.py, llama_374m.py or llama_3b.py;
+give an --out_dir of its own to every shape but the first.
+"""
 
+out_dir = "out/llama_perinorm"
 residual = "perinorm"
-learning_rate = 0.0003
-min_lr = 3e-05
-warmup_iters = 0.1
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_share = 0.1
 weight_decay = 0.1

@@ -1,6 +1,6 @@
 """
 Fine-tuning on LIMA's thousand conversations with adapters of rank 8, as in BHyT's paper, some 3 epochs of a 1B model:
-torchrun train.py config/llama_1b.py config/sft_lima.py --init_from=out/llama_1b/ckpt.pt --out_dir=out/sft
+python train.py config/sft_lima.py --init_from=out/llama_1b --out_dir=out/sft
 """
 
 sft_data = "GAIR/lima"
@@ -8,7 +8,7 @@ lora_rank = 8
 lora_alpha = 16.0
 learning_rate = 1e-4  # the highest of the published range; runs/published_sweep.sh has all of it
 weight_decay = 0.0
-warmup_iters = 0.1
+warmup_share = 0.1
 max_iters = 100
 batch_size = 4
 total_batch_tokens = None

@@ -14,7 +14,7 @@ from sweep import ROOT, final_loss, sweep, table
 sys.path.insert(0, str(ROOT))
 from plot import reached  # noqa: E402
 
-COMMON = ["config/bhyt_16x128.py", "--device=cpu", "--save_interval=100", "--log_interval=10", "--eval_tokens=65536"]
+COMMON = "--n_layer=16 --max_iters=250 --device=cpu --save_interval=100 --log_interval=10 --eval_tokens=65536".split()
 LOOK = ["--what=depth", "--depth_tokens=4096", "--batch_size=8"]
 MODES = ["prenorm", "prenorm_approx", "bhyt", "bhyt_exact", "perinorm", "lns", "dyt"]
 UNIT = ["--residual=bhyt", "--bhyt_unit=True", "--bhyt_gain_aware=True"]

@@ -23,7 +23,7 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import configure  # noqa: E402
 from model import ACTIVATIONS, GPT, INITS, GPTConfig  # noqa: E402
 from norms import NORMS, pick  # noqa: E402
-from prepare_c4 import Windows  # noqa: E402
+from data import Windows  # noqa: E402
 
 what = "cases"  # cases, walk or transformer
 cases = "A,B,C,deep"  # cases: which of CASES
@@ -39,7 +39,7 @@ activation = "gelu"  # walk: gelu, relu or silu
 norm = "rms"  # walk: rms, layer or none
 skip = True  # walk: x + ... in place of x
 seed = 1  # of the start and of the data
-settings = configure(globals(), argv=sys.argv[1:])
+settings, _ = configure(globals(), argv=sys.argv[1:])
 
 CASES = {  # (n_layer, init, init_scale, activation, norm, skip), the learning rate, and what ought to come of it
     "A": ((12, "kaiming", 0.0, "relu", "none", False), 1e-3, "plateau"),

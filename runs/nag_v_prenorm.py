@@ -27,18 +27,18 @@ PIECES = {  # in the order of the ladder, then NAG with one piece changed
     "nag_alpha_0": ["--nag_alpha_power=0"],
     "nag_alpha_1": ["--nag_alpha_power=1"],
     "nag_alpha_warmup": ["--alpha_warmup_iters=50"],
-    "replication": ["config/nag_replication.py"],
+    "replication": ["--nag_first_logits=None"],
 }
 
 
 def depth():
     for blocks, rates in ((8, [2e-3, 4e-3]), (16, [2e-3, 4e-3]), (32, [1e-3, 2e-3, 4e-3])):
-        modes = {f"{mode}_{blocks}": [f"config/depth_{blocks}.py", f"--residual={mode}"] for mode in ("prenorm", "nag")}
+        modes = {f"{mode}_{blocks}": [f"--n_layer={blocks}", "--max_iters=500", f"--residual={mode}"] for mode in ("prenorm", "nag")}
         table(sweep("nag_depth", modes, rates, [1, 2, 3], COMMON, LOOK))
 
 
 def ladder():
-    pieces = {name: ["config/depth_16.py", "--max_iters=250", *args] for name, args in PIECES.items()}
+    pieces = {name: ["--n_layer=16", "--max_iters=250", *args] for name, args in PIECES.items()}
     table(sweep("nag_ladder", pieces, [4e-3], [1, 2, 3], COMMON, LOOK))
 
 

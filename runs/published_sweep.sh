@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The ranges that the BHyT paper searched (arXiv 2601.09719), one run after the other; arguments are handed on:
 #   runs/published_sweep.sh pretraining out/sweep_bhyt config/llama_374m.py config/published_bhyt.py
-#   runs/published_sweep.sh sft out/sweep_sft config/llama_1b.py config/sft_lima.py --init_from=out/llama_1b/ckpt.pt
+#   runs/published_sweep.sh sft out/sweep_sft config/sft_lima.py --init_from=out/llama_1b
 # A run that is finished is left alone, one that was cut short goes on, one that diverged is named.
 set -eu
 cd "$(dirname "$0")/.."
@@ -18,7 +18,7 @@ run() { # name, arguments
 case $kind in
 pretraining)
     for lr in 1e-4 3e-4 5e-4 1e-3 3e-3; do for decay in 0.0 0.1; do for last in 0.1 0.01; do for warm in 0.05 0.1; do
-        run "$lr-$decay-$last-$warm" "$@" --learning_rate=$lr --weight_decay=$decay --warmup_iters=$warm \
+        run "$lr-$decay-$last-$warm" "$@" --learning_rate=$lr --weight_decay=$decay --warmup_share=$warm \
             --min_lr="$(python -c "print($lr * $last)")"
     done; done; done; done ;;
 sft) for lr in 1e-7 1e-6 1e-5 1e-4; do run "$lr" "$@" --learning_rate=$lr; done ;;

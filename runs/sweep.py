@@ -30,6 +30,18 @@ def final_loss(run):
     return last["val_loss"] if finished else None
 
 
+def refuse_mixed_data(runs):
+    """A table may only hold runs on the same data. Another machine's Python makes another data/python."""
+    data = {}
+    for run in runs:
+        with (run / "log.jsonl").open() as log:
+            header = next(json.loads(line)["run"] for line in log if '"run"' in line)
+        data.setdefault(str(header.get("data")), run)
+    if len(data) > 1:
+        names = " and ".join(run.name for run in data.values())
+        raise SystemExit(f"{names} were trained on different data: move the old runs away to do them again")
+
+
 def train(run, args, then):
     common = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     out, loss = f"--out_dir={run.relative_to(ROOT)}", final_loss(run)
@@ -64,6 +76,7 @@ def sweep(name, variants, learning_rates, seeds, common=(), then=()):
         list(pool.map(job, grid))
         more = [(variant, best(variant), seed) for seed in seeds[1:] for variant in variants]
         list(pool.map(job, more))
+    refuse_mixed_data([run(*at) for at in grid + more])
     return {
         v: {lr: [x for s in seeds if (x := final_loss(run(v, lr, s))) is not None] for lr in learning_rates}
         for v in variants

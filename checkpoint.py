@@ -1,0 +1,244 @@
+"""
+Checkpoints on disk: what train.py saves, and what every other script reads.
+
+    ckpt.pt          the newest one of a run, a file
+    ckpt_000500/     the newest one of a run under FSDP, a folder: every rank writes its own part of the tensors
+    ckpt_000500.pt, kept_000500/    kept on request (keep_interval)
+
+A checkpoint holds tensors and plain values. Reading one never runs code from it: files are read with
+weights_only=True, and the index of a folder is JSON. A checkpoint takes its name only when all of it is on disk, so
+an interrupted save leaves the previous one in place.
+"""
+
+import glob
+import json
+import os
+import pickle
+import re
+import shutil
+import warnings
+from dataclasses import fields
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import load as load_parts
+from torch.distributed.checkpoint import save as save_parts
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from data import atomic, write_json
+from model import GPTConfig
+
+FORMAT = 2  # of what save writes; migrate reads 1 too
+NEWEST = "ckpt.pt"
+SAVE_ERRORS = (OSError, RuntimeError, CheckpointException)  # for example a full disk
+READ_ERRORS = (*SAVE_ERRORS, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Finding
+
+
+def newest(out_dir):
+    """The path of a run's newest complete checkpoint, or None."""
+    file = os.path.join(out_dir, NEWEST)
+    folders = [p for p in glob.glob(os.path.join(out_dir, "ckpt_*")) if re.fullmatch(r"ckpt_\d+", os.path.basename(p))]
+    folder = max(folders, key=step_of, default=None)
+    if folder is None or not os.path.exists(file):
+        return folder or (file if os.path.exists(file) else None)
+    return folder if step_of(folder) > read_file(file)["step"] else file
+
+
+def step_of(folder):
+    return int(folder.rpartition("_")[2])
+
+
+def locate(path):
+    """The checkpoint at path. A run's folder stands for its newest checkpoint."""
+    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "state.pt")):
+        path = newest(path) or os.path.join(path, NEWEST)
+    if not os.path.exists(path):
+        raise SystemExit(f"{path}: no such checkpoint")
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_file(path):
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except READ_ERRORS as error:
+        raise SystemExit(f"{path} is no checkpoint of train.py: {describe(error)}")
+    if not isinstance(state, dict) or not {"config", "settings", "step"} <= set(state):
+        raise SystemExit(f"{path} is no checkpoint of train.py: it lacks config, settings or step")
+    return state
+
+
+def load(path):
+    """The state in a checkpoint. Its "path" says where it was; a folder's state has no optimizers, see restore."""
+    path = locate(path)
+    if os.path.isdir(path):
+        state = read_file(os.path.join(path, "state.pt"))
+        state["model"] = read_tensors(path, "model")
+    else:
+        state = read_file(path)
+    return migrate(state, path) | {"path": path}
+
+
+def migrate(state, path):
+    """Bring an older format up to date where that is safe, and refuse it in one line where it is not."""
+    version = state.get("format", 1)
+    if version > FORMAT:
+        raise SystemExit(f"{path} has format {version}, this code reads up to {FORMAT}: update the code")
+    if version == 1:
+        settings = state["settings"]
+        if isinstance(settings.get("warmup_iters"), float):  # was a share of all steps
+            settings["warmup_share"], settings["warmup_iters"] = settings["warmup_iters"], 50
+    known = {field.name: field.default for field in fields(GPTConfig)}
+    for name, value in state["config"].items():
+        if name not in known:
+            raise SystemExit(f"{path} has format {version} and {name}={value!r}, which this code no longer has")
+    state["config"] = known | state["config"]  # settings that came later have the old behaviour as their default
+    return state
+
+
+def restore(state, optimizers):
+    """Give the optimizers what the checkpoint remembers. Under FSDP each rank takes its own part."""
+    for i, optimizer in enumerate(optimizers):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if "optimizers" in state:
+            kept = state["optimizers"][i]
+            kept = {j: {k: shard_like(x, params[j]) for k, x in entry.items()} for j, entry in kept.items()}
+        else:
+            kept = {}
+            of_param = lambda name: params[int(name.partition(".")[0])]
+            for name, x in read_tensors(state["path"], f"optimizers.{i}", of_param).items():
+                j, _, key = name.partition(".")
+                kept.setdefault(int(j), {})[key] = x
+        optimizer.load_state_dict({"state": kept, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def shard_like(x, p):
+    """x as it goes with the parameter p: sharded over the ranks if p is. Other sizes, such as a step count, stay."""
+    if isinstance(p, DTensor) and x.shape == p.shape:
+        return distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
+    return x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def save(path, state):
+    """Write a file. Only one process calls this."""
+    with atomic(path) as file:
+        torch.save({"format": FORMAT, **state}, file)
+
+
+def save_sharded(path, state):
+    """Write a folder. Every rank calls this; rank 0 writes all but the other ranks' parts of the tensors."""
+    main, tmp = dist.get_rank() == 0, path + ".tmp"
+    if main:
+        shutil.rmtree(tmp, ignore_errors=True)
+        os.makedirs(tmp)
+    dist.barrier()
+    tensors = {f"model.{name}": x for name, x in state["model"].items()}
+    for i, of_optimizer in enumerate(state["optimizers"]):
+        for j, entry in of_optimizer.items():
+            tensors |= {f"optimizers.{i}.{j}.{name}": x for name, x in entry.items()}
+    save_parts(tensors, storage_writer=Writer(tmp, thread_count=1))
+    if main:
+        save(os.path.join(tmp, "state.pt"), {k: v for k, v in state.items() if k not in ("model", "optimizers")})
+        if os.path.isdir(path):  # a restart from an older checkpoint comes by here again
+            shutil.rmtree(path)
+        os.rename(tmp, path)
+    dist.barrier()
+
+
+def remove_older(out_dir, path):
+    """Remove a run's newest checkpoints other than the one at path, and what an interrupted save left."""
+    for other in glob.glob(os.path.join(out_dir, "ckpt*")):
+        name = os.path.basename(other)
+        if other != path and re.fullmatch(r"ckpt\.pt|ckpt_\d+(\.tmp)?", name):
+            shutil.rmtree(other) if os.path.isdir(other) else os.remove(other)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The index of a folder: where the parts of each tensor are. torch pickles it; JSON cannot carry code.
+
+
+class Writer(FileSystemWriter):
+    def finish(self, metadata, results):
+        where = {part.index: part.storage_data for of_rank in results for part in of_rank}
+        index = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            parts = []
+            for chunk in tensor.chunks:
+                at = where[MetadataIndex(name, chunk.offsets)]
+                parts.append([[*chunk.offsets], [*chunk.sizes], at.relative_path, at.offset, at.length])
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            index[name] = {"dtype": dtype, "size": [*tensor.size], "parts": parts}
+        write_json(os.path.join(self.path, "index.json"), index)
+
+
+class Reader(FileSystemReader):
+    def read_metadata(self, *args, **kwargs):
+        tensors, where = {}, {}
+        for name, tensor in read_index(self.path).items():
+            chunks = []
+            for offsets, sizes, file, offset, length in tensor["parts"]:
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                where[MetadataIndex(name, offsets)] = _StorageInfo(file, offset, length)
+            properties = TensorProperties(dtype=tensor["dtype"])
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor["size"]), chunks)
+        return Metadata(state_dict_metadata=tensors, storage_data=where)
+
+
+def read_index(folder):
+    """{tensor name: {dtype, size, parts: [offsets, sizes, file, offset in the file, bytes]}}"""
+    try:
+        index = json.load(open(os.path.join(folder, "index.json")))
+        for tensor in index.values():
+            tensor["dtype"] = getattr(torch, tensor["dtype"])
+            assert isinstance(tensor["dtype"], torch.dtype), f"{tensor['dtype']} is no dtype"
+            for _, _, file, _, _ in tensor["parts"]:
+                assert os.path.basename(file) == file, f"{file!r} is not in the folder"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise SystemExit(f"{folder} is no checkpoint of train.py: index.json: {error}")
+    return index
+
+
+def read_tensors(folder, prefix, like=None):
+    """{NAME: tensor} for the tensors PREFIX.NAME of a folder. like(NAME) is a parameter or None: a tensor of its shape
+    is sharded as it is, so that each rank reads only its own part."""
+    tensors = {}
+    try:
+        for name, tensor in read_index(folder).items():
+            if name.startswith(prefix + "."):
+                p = like(name.removeprefix(prefix + ".")) if like else None
+                sharded = isinstance(p, DTensor) and list(p.shape) == tensor["size"]
+                tensors[name] = torch.empty_like(p) if sharded else torch.empty(tensor["size"], dtype=tensor["dtype"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that nothing is distributed; each rank reads by itself
+            load_parts(tensors, storage_reader=Reader(folder), no_dist=True)
+    except READ_ERRORS as error:
+        raise SystemExit(f"{folder} is no complete checkpoint: {describe(error)}")
+    return {name.removeprefix(prefix + "."): x for name, x in tensors.items()}
+
+
+def describe(error):
+    """The first line of an error. torch wraps the errors of each rank in one that names none of them."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return (str(error).splitlines() or [type(error).__name__])[0]

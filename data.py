@@ -1,0 +1,314 @@
+"""
+Data: tokenizers, text files, shards of token ids, and the batches that train.py and eval.py read from them.
+
+A shard is a 64-byte header followed by token ids. prepare_c4.py writes shards; this file reads them. meta.json in the
+same folder lists the shards with their lengths and sha256.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import struct
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import tiktoken
+
+HEADER = struct.Struct("<8sII Q 32s 8x")  # magic, version, bytes a token, tokens, sha256 of the tokenizer: 64 bytes
+MAGIC, VERSION = b"resshard", 1
+EOT = "<|endoftext|>"
+PATIENCE = 3600  # seconds without a new record from the hub, after which reading gives up
+GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+@contextmanager
+def atomic(path):
+    """Open a file that takes its name once it is complete and on disk. An interrupted write leaves nothing behind."""
+    try:
+        with open(path + ".tmp", "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path + ".tmp", path)
+    except BaseException:
+        if os.path.exists(path + ".tmp"):
+            os.remove(path + ".tmp")
+        raise
+
+
+def write_json(path, value):
+    with atomic(path) as file:
+        file.write(json.dumps(value, indent=1).encode())
+
+
+def file_sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+def get_tokenizer(name):
+    """A tiktoken Encoding: "bytes", a local .tiktoken file, or a name that tiktoken knows and downloads.
+
+    A .tiktoken file has lines of `base64 rank`; its text is split into words as gpt2 does.
+    """
+    if name == "bytes":
+        ranks = {bytes([i]): i for i in range(256)}
+        return tiktoken.Encoding(name, pat_str=r"[\s\S]{1,32}", mergeable_ranks=ranks, special_tokens={EOT: 256})
+    if name.endswith(".tiktoken"):
+        if not os.path.exists(name):
+            raise SystemExit(f"{name}: no such tokenizer file")
+        lines = [line.split() for line in open(name, "rb") if line.strip()]
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        return tiktoken.Encoding(name, pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={EOT: len(ranks)})
+    if name not in tiktoken.list_encoding_names():
+        names = ", ".join(tiktoken.list_encoding_names())
+        raise SystemExit(f"tokenizer={name!r}: choose bytes, a .tiktoken file, or one of {names}")
+    return tiktoken.get_encoding(name)
+
+
+def fingerprint(encoding):
+    """sha256 of everything that decides how text becomes token ids."""
+    digest = hashlib.sha256(encoding._pat_str.encode())
+    for token, rank in sorted(encoding._mergeable_ranks.items()):
+        digest.update(struct.pack("<II", rank, len(token)) + token)
+    digest.update(json.dumps(sorted(encoding._special_tokens.items())).encode())
+    return digest.digest()
+
+
+def meta_tokenizer(data_dir, meta):
+    """The tokenizer that made the shards in data_dir."""
+    name = meta["tokenizer"]
+    return get_tokenizer(os.path.join(data_dir, name) if name.endswith(".tiktoken") else name)
+
+
+def token_dtype(n_vocab):
+    return np.dtype("<u2" if n_vocab <= 2**16 else "<u4")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def read_documents(path, column="text"):
+    """Yield the texts in one file, in order."""
+    if path.endswith(".py"):
+        try:
+            yield open(path, encoding="utf-8").read()
+        except UnicodeDecodeError:
+            pass  # a few of the standard library's tests use other encodings on purpose
+        return
+    from datasets import load_dataset
+
+    kinds = {".json.gz": "json", ".jsonl": "json", ".jsonl.gz": "json", ".parquet": "parquet", ".txt": "text"}
+    kind = next((kind for ending, kind in kinds.items() if path.endswith(ending)), None)
+    if kind is None:
+        raise SystemExit(f"{path}: expected a file that ends in {', '.join(kinds)}")
+    options = {"sample_by": "document"} if kind == "text" else {}
+    load = partial(load_dataset, kind, data_files=[path], split="train", streaming=True, **options)
+    for n, record in enumerate(read_hub(path, load) if path.startswith("hf://") else load()):
+        if not isinstance(record.get(column), str):
+            raise SystemExit(f"{path}: record {n} has no {column}: C4's records are {{'text': ..., 'url': ...}}")
+        yield record[column]
+
+
+def read_hub(path, load):
+    """Yield the records that load() reads from a file on the hub.
+
+    When the hub fails, wait, load again and skip the records already read. Where waiting cannot help, end with one
+    line.
+    """
+    from datasets import config
+    from huggingface_hub import HfFileSystem
+    from huggingface_hub.utils import httpx
+
+    # datasets can repeat a failed read, but it loses the bytes that the failed read had got before.
+    # So it reads once and does not pause, and we open the file again.
+    config.STREAMING_READ_MAX_RETRIES = 1
+    config.STREAMING_READ_RETRY_INTERVAL = 0
+    config.STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL = 0
+    config.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 0
+    done, pause, progress_at, listed = 0, 1, time.time(), False
+    while True:
+        try:
+            # load() reports a missing file even when the hub only failed to answer. info() does not.
+            HfFileSystem().info(path)
+            listed = True
+            for record in islice(load(), done, None):
+                yield record
+                done, pause, progress_at = done + 1, 1, time.time()
+            return
+        except (httpx.HTTPError, ConnectionError, FileNotFoundError) as error:
+            cause = error.__cause__ or error
+            response = getattr(cause, "response", None)
+            status = 500 if response is None else response.status_code
+            if not listed and not isinstance(error, httpx.HTTPError):
+                status = 404  # not there, or not for us to see, or HF_HUB_OFFLINE is set
+        reason = str(cause).strip().split("\n")[0]
+        problem = f"\n{path}: {type(cause).__name__}: {reason}"
+        if status < 500 and status not in (408, 429):  # these two mean: later
+            raise SystemExit(f"{problem}; set HF_TOKEN to a token that may read it")
+        if time.time() + pause > progress_at + PATIENCE:
+            raise SystemExit(f"{problem}; gave up after {PATIENCE} s; start again to go on")
+        print(f"{problem}; trying again in {pause} s", file=sys.stderr, flush=True)
+        time.sleep(pause)
+        pause = min(2 * pause, 60)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards
+
+
+def read_meta(directory):
+    path = os.path.join(directory, "meta.json")
+    if not os.path.exists(path):
+        raise SystemExit(f"{directory} holds no prepared data (no meta.json): run python prepare_c4.py first")
+    return json.load(open(path))
+
+
+def open_shard(path, meta, expected):
+    """Memory-map the tokens of one shard, after checking its header and size."""
+    if not os.path.exists(path):
+        raise SystemExit(f"{path} is listed in meta.json but missing: prepare the data again")
+    head = open(path, "rb").read(HEADER.size)
+    dtype, size = token_dtype(meta["vocab_size"]), os.path.getsize(path)
+    if len(head) < HEADER.size or not head.startswith(MAGIC):
+        raise SystemExit(f"{path} is no shard: it starts with {head[:8]!r}, not {MAGIC!r}")
+    _, version, itemsize, tokens, digest = HEADER.unpack(head)
+    if version != VERSION:
+        raise SystemExit(f"{path} has format version {version}, this code reads {VERSION}: prepare the data again")
+    if digest.hex() != meta["tokenizer_sha256"] or itemsize != dtype.itemsize:
+        raise SystemExit(f"{path} was made with another tokenizer than meta.json says: prepare the data again")
+    if tokens != expected:
+        raise SystemExit(f"{path} holds {tokens} tokens, meta.json says {expected}: prepare the data again")
+    if size != HEADER.size + tokens * itemsize:
+        raise SystemExit(f"{path} is truncated: it has {size} bytes, its header promises {tokens} tokens")
+    return np.memmap(path, dtype, "r", HEADER.size)
+
+
+def split_sha256(directory, shards):
+    """sha256 that identifies the content of a split. meta.json has the hash of each shard that prepare_c4.py wrote;
+    older folders lack it, and then the files are read."""
+    hashes = [shard.get("sha256") or file_sha256(os.path.join(directory, shard["file"])) for shard in shards]
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+
+class Windows:
+    """A split as windows of T + 1 tokens. Neighbours in a shard overlap by one token, so every token is predicted."""
+
+    def __init__(self, directory, split, T):
+        meta = read_meta(directory)
+        if not meta["splits"][split]["complete"]:
+            raise SystemExit(f"{directory}: preparation of {split} was cut short: run prepare_c4.py again to finish it")
+        shards = meta["splits"][split]["shards"]
+        self.shards = [open_shard(os.path.join(directory, s["file"]), meta, s["tokens"]) for s in shards]
+        self.T, self.meta, self.sha256 = T, meta, split_sha256(directory, shards)
+        self.ends = np.cumsum([(len(shard) - 1) // T for shard in self.shards], dtype=np.int64)
+        if not len(self.ends) or self.ends[-1] == 0:
+            raise SystemExit(f"{directory}: {split} is shorter than one window of {T} + 1 tokens")
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def __getitem__(self, i):
+        shard = int(np.searchsorted(self.ends, i, "right"))
+        start = (i - (self.ends[shard - 1] if shard else 0)) * self.T
+        return self.shards[shard][start : start + self.T + 1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+def to_batch(rows, device):
+    """Stack rows into int64 tensors (B, T): inputs and targets, and whatever else a row holds.
+
+    A row is T + 1 tokens, or an array (2 or more, T) that keeps inputs, targets and the rest apart.
+    """
+    import torch  # here, because prepare_c4.py's worker processes do not need it
+
+    tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+    parts = tokens.unbind(1) if tokens.ndim == 3 else (tokens[:, :-1], tokens[:, 1:])
+    parts = [part.contiguous() for part in parts]
+    return [part.pin_memory() for part in parts] if str(device).startswith("cuda") else parts
+
+
+class Loader:
+    """Training batches: the windows in shuffled order, each once an epoch.
+
+    The windows of a batch are a function of (seed, step, micro-step, rank). Those of a whole step do not depend on the
+    number of ranks or on the batch size. A thread reads the next batch while the model trains on the present one.
+    """
+
+    def __init__(self, windows, batch_size, micro_steps, seed, rank=0, world=1, device="cpu"):
+        self.windows, self.batch_size, self.micro_steps, self.seed = windows, batch_size, micro_steps, seed
+        self.rank, self.world, self.device = rank, world, device
+        self.epoch, self.order = None, None
+        self.thread, self.ahead = ThreadPoolExecutor(1), (None, None)
+
+    def indices(self, step, micro):
+        first = ((step * self.micro_steps + micro) * self.world + self.rank) * self.batch_size
+        return [self.shuffled(k) for k in range(first, first + self.batch_size)]
+
+    def shuffled(self, k):
+        epoch, i = divmod(k, len(self.windows))
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, np.random.default_rng((self.seed, epoch)).permutation(len(self.windows))
+        return int(self.order[i])
+
+    def fetch(self, step, micro):
+        return to_batch([self.windows[i] for i in self.indices(step, micro)], self.device)
+
+    def batch(self, step, micro):
+        """Inputs and targets (batch_size, T), and whatever else a row holds, on the device."""
+        key, future = self.ahead
+        parts = future.result() if key == (step, micro) else self.thread.submit(self.fetch, step, micro).result()
+        micro += 1
+        key = (step + micro // self.micro_steps, micro % self.micro_steps)
+        self.ahead = key, self.thread.submit(self.fetch, *key)
+        return [part.to(self.device, non_blocking=True) for part in parts]
+
+
+VAL_PARTS = {"all": slice(None), "tune": slice(0, None, 2), "report": slice(1, None, 2)}
+
+
+def spread(windows, tokens=None, part="all"):
+    """Indices of about `tokens` tokens' worth of windows, evenly spaced over a split: the same for every run.
+
+    part "tune" takes windows 0, 2, 4, ... and "report" windows 1, 3, 5, ...: settings are chosen on one half and losses
+    reported on the other. Both halves cover every document alike. tokens None: all windows of the part.
+    """
+    if part not in VAL_PARTS:
+        raise SystemExit(f"val_part={part!r}: choose one of {', '.join(VAL_PARTS)}")
+    pool = range(len(windows))[VAL_PARTS[part]]
+    if not pool:
+        raise SystemExit(f"val_part={part!r}: the split has only {len(windows)} window")
+    count = len(pool) if tokens is None else min(len(pool), max(1, tokens // windows.T))
+    return [pool[(2 * i + 1) * len(pool) // (2 * count)] for i in range(count)]
+
+
+def eval_batches(windows, indices, batch_size, device, rank=0, world=1):
+    """This rank's share of the windows at indices, as tensors (inputs, targets, ...).
+
+    The last batches are padded with repeated windows whose targets are -1, so that every rank has the same number of
+    batches and every batch the same shape.
+    """
+    count = len(indices)
+    for first in range(0, count, batch_size * world):
+        places = range(first + rank, first + batch_size * world, world)
+        x, y, *more = (t.to(device) for t in to_batch([windows[indices[i % count]] for i in places], device))
+        y[[i >= count for i in places]] = -1
+        yield x, y, *more

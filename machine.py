@@ -1,0 +1,113 @@
+"""The machine: which device, dtype and compiler to use, and what the log says about them."""
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+
+import torch
+
+try:
+    import resource
+except ImportError:  # Windows does not have it
+    resource = None
+
+PEAK_FLOPS = {  # dense bfloat16 FLOP/s from the data sheets; other devices get no MFU
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
+    "A40": 150e12, "A10G": 70e12, "L4": 121e12, "RTX 6000 Ada": 364e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+}  # fmt: skip
+
+
+def pick_device(name, local_rank=0):
+    """The torch.device that a setting names. auto: CUDA if there is any, else Apple's mps, else the CPU."""
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name):
+        raise SystemExit(f"device={name!r}: must be auto, cpu, mps, cuda or cuda:N")
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if name.startswith("cuda") and not cuda:
+        raise SystemExit(f"device={name!r}: must be auto or cpu: torch sees no CUDA device")
+    if name == "mps" and not mps:
+        raise SystemExit("device='mps': must be auto or cpu: torch sees no Apple GPU")
+    if name == "auto":
+        name = "cuda" if cuda else "mps" if mps else "cpu"
+    return torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
+
+
+def prepare_process(device):
+    """Set what a process needs before it computes on a device.
+
+    glibc normally returns freed tensors to the system and faults them in again page by page, thousands of times in a
+    training step on a CPU. The two thresholds make it keep them for the next tensors.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+        torch.set_float32_matmul_precision("high")
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 1 << 30) and mallopt(-1, 1 << 30)  # M_MMAP_THRESHOLD, then M_TRIM_THRESHOLD
+
+
+def computes_bfloat16(device_type):
+    """Whether the hardware multiplies in bfloat16. torch has only private checks for CPUs."""
+    if device_type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device_type == "mps":
+        return False
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def pick_dtype(name, device_type):
+    """float32 or bfloat16, for autocast. auto: bfloat16 where the hardware computes in it."""
+    if name not in ("auto", "float32", "bfloat16"):
+        raise SystemExit(f"dtype={name!r}: must be auto, float32 or bfloat16")
+    if name == "auto":
+        return "bfloat16" if computes_bfloat16(device_type) else "float32"
+    return name
+
+
+def autocast(device_type, dtype):
+    return torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+def can_compile(device_type):
+    """Whether torch.compile is worth trying: on CUDA, and on Linux CPUs that have a C++ compiler."""
+    if device_type == "cpu":
+        return sys.platform == "linux" and shutil.which("g++") is not None
+    return device_type == "cuda"
+
+
+def cpu_name():
+    cpuinfo = open("/proc/cpuinfo").read() if os.path.exists("/proc/cpuinfo") else ""
+    return re.findall(r"model name\s*: (.*)", cpuinfo + f"model name : {platform.processor()}")[0]
+
+
+def device_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def peak_flops(name):
+    """Dense bfloat16 FLOP/s of a device by its name, or None."""
+    return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+
+
+def peak_memory_gb(device):
+    """The most memory that this process has used so far; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    if resource is None:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "linux" else 1e9)
+
+
+def commit():
+    """The git commit of this directory, with +changes if files differ from it; empty without git."""
+    if shutil.which("git") is None:
+        return ""
+    here = os.path.dirname(os.path.abspath(__file__))
+    ask = partial(subprocess.run, cwd=here, capture_output=True, text=True)
+    changes = ask(["git", "status", "--porcelain", "--untracked-files=no"]).stdout
+    return ask(["git", "rev-parse", "HEAD"]).stdout.strip() + ("+changes" if changes else "")
