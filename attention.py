@@ -27,35 +27,38 @@ def rotary_table(config, device):
 def rotary(x, rope):
     """Rotate each pair (x_i, x_{i+D/2}) by its angle."""
     cos, sin = rope  # (T, D/2)
-    a, b = norms.wide(x).chunk(2, dim=-1)
+    a, b = norms.upcast(x).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def moved(x, there):
-    """y[b, i] = x[b, there[b, i]], or 0 where there is -1; x (B, T, ...)"""
-    if x.size(1) == 0:  # none of the tokens runs
-        return x.new_zeros(*there.shape, *x.shape[2:])
-    where = there.view(*there.shape, *[1] * (x.dim() - 2))
-    return x.gather(1, where.clamp(min=0).expand(*there.shape, *x.shape[2:])).masked_fill(where < 0, 0)
+def select(x, index):
+    """y[b, i] = x[b, index[b, i]], or 0 where the index is -1. x (B, T, ...), index (B, k)."""
+    if x.size(1) == 0:  # no token runs
+        return x.new_zeros(*index.shape, *x.shape[2:])
+    wide = index.view(*index.shape, *[1] * (x.dim() - 2))
+    return x.gather(1, wide.clamp(min=0).expand(*index.shape, *x.shape[2:])).masked_fill(wide < 0, 0)
 
 
-class Take(torch.autograd.Function):
-    """moved, whose gradient fetches each row from where it went, too: in parallel, and on a GPU in the same order"""
+class GatherRows(torch.autograd.Function):
+    """select, whose backward is a gather too: parallel, and deterministic on a GPU."""
 
     @staticmethod
-    def forward(ctx, x, there, back):
-        ctx.save_for_backward(back)
-        return moved(x, there)
+    def forward(ctx, x, index, inverse):
+        ctx.save_for_backward(inverse)
+        return select(x, index)
 
     @staticmethod
     def backward(ctx, grad):
-        return moved(grad, *ctx.saved_tensors), None, None
+        return select(grad, *ctx.saved_tensors), None, None
 
 
-def take(x, rows):
-    """rows: (which of the T tokens, (B, k); where among those k each token is, or -1, (B, T)). The other way round they
-    put back what was taken, with zeros between."""
-    return Take.apply(x, *rows)
+def gather_rows(x, rows):
+    """Gather tokens: x (B, T, ...) -> (B, k, ...).
+
+    rows: (index (B, k) of the tokens to take, inverse (B, T): the place of each token among them, or -1).
+    With the two swapped it scatters them back to (B, T, ...), with zeros for the others.
+    """
+    return GatherRows.apply(x, *rows)
 
 
 class Attention(nn.Module):
@@ -79,19 +82,19 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.wq.out_features // self.n_head)).transpose(1, 2)
 
     def forward(self, h, rope, docs=None, cache=None, rows=None):
-        """docs (B, T): tokens see only those of their own number; rows: the queries that are asked, as in take"""
+        """docs (B, T): a token attends only to tokens with its number. rows: the queries to compute, see gather_rows."""
         k, v = self.key_value(h, rope)
         at = torch.arange(h.size(1), device=h.device)  # positions of the queries among the keys
         if cache is not None:
             past_k, past_v, at = cache  # (B, G, L, D) twice, and the T positions that are being filled
             k, v = past_k.index_copy_(2, at, k.to(past_k.dtype)), past_v.index_copy_(2, at, v.to(past_v.dtype))
-        mine, mask = docs, None
+        query_docs, mask = docs, None
         if rows is not None:
-            h, at, rope = take(h, rows), at[rows[0]], tuple(table[rows[0]][:, None] for table in rope)
-            mine = None if docs is None else take(docs, rows)
+            h, at, rope = gather_rows(h, rows), at[rows[0]], tuple(table[rows[0]][:, None] for table in rope)
+            query_docs = None if docs is None else gather_rows(docs, rows)
         if not (cache is None and rows is None and docs is None):
             mask = torch.arange(k.size(2), device=k.device) <= at[..., None]  # (T, L) or (B, k, L)
-            mask = mask if docs is None else mask & (mine[:, :, None] == docs[:, None, :])
+            mask = mask if docs is None else mask & (query_docs[:, :, None] == docs[:, None, :])
             mask = mask if mask.dim() == 2 else mask[:, None]
         q, dropout = self.query(h, rope).to(k.dtype), self.dropout * self.training
         if torch.compiler.is_compiling() and q.device.type == "cpu" and not dropout:
@@ -116,6 +119,6 @@ def cpu_attention(q, k, v, mask, chunk):
     for start, end in zip(cuts, cuts[1:]):
         keys = torch.sym_min(T, -(-(T - n + end) // 32) * 32)
         seen = at[:keys] <= at[start:end, None] if mask is None else mask[..., start:end, :keys]
-        scores = norms.wide(q[:, :, start:end] @ k[:, :, :keys].mT) * q.size(3) ** -0.5
+        scores = norms.upcast(q[:, :, start:end] @ k[:, :, :keys].mT) * q.size(3) ** -0.5
         out.append(scores.masked_fill(~seen, -math.inf).softmax(-1).to(q.dtype) @ v[:, :, :keys])
     return torch.cat(out, 2)

@@ -12,16 +12,15 @@ v the mean of its squares over the n_embd = d features, T the context length of 
     bhyt_exact      measures v before the MLP too
     prenorm_approx  RMSNorm, whose second v of a block is v' = v + c mean(gamma^2): the ablation of the prediction  (5)
 
-Beyond the paper, as settings: gamma starts at kappa / lam and not at 1, where outputs are 5 and 10 times smaller than
-those of a norm (bhyt_unit); c = |diag(gamma) W_V W_O|_F^2 / (T d), since W_V sees gamma * tanh (bhyt_gain_aware); and
-c_t = c T / (t + 1) at position t, since a causal token averages t + 1 values and not T of them (bhyt_causal).
+Beyond the paper, as a setting (bhyt_unit): gamma starts at kappa / lam, where the outputs have variance 1 as those of
+RMSNorm; at 1 they are 5 and 10 times smaller. Then c = |diag(gamma) W_V W_O|_F^2 / (T d), since W_V sees gamma * tanh.
 Differs from the release: lam is really frozen where it is not learned. As there, lam enters (3) detached.
 """
 
 import torch
 from torch import nn
 
-from norms import FinalNorm, PreNorm, gathered, make_norm, refuse, wide
+from norms import FinalNorm, PreNorm, gathered, make_norm, refuse, upcast
 
 UP = (1.50631041e-08, 2.17741688e-05, 0.00356421217, 0.134382384, 0.99999997)
 DOWN = (8.4541874e-07, 0.0003399271, 0.0261362291, 0.467715592, 1)
@@ -80,7 +79,7 @@ class BoundedTanh(nn.Module):
         nn.init.constant_(self.gain, self.start_of_gain)
 
     def forward(self, x, v=None):
-        w = wide(x)
+        w = upcast(x)
         v = w.square().mean(-1, keepdim=True) if v is None else v
         return bounded_tanh(w, v, self.lam, self.gain, self.kappa, self.eps).to(x.dtype)
 
@@ -104,7 +103,7 @@ class BHyTExact(PreNorm):
 
 class PreNormApprox(PreNorm):
     settings = ("bhyt_context",)
-    gain_aware = causal = False
+    gain_aware = False
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -126,26 +125,24 @@ class PreNormApprox(PreNorm):
         return self.norm.gain.detach().square().mean()  # (5)
 
     def read(self, stream):
-        v = wide(stream.x).square().mean(-1, keepdim=True) if stream.lane is None else stream.lane
+        v = upcast(stream.x).square().mean(-1, keepdim=True) if stream.lane is None else stream.lane
         return self.norm(stream.x, v), stream._replace(lane=v)
 
     def write(self, stream, f, gate=1.0):
         if not self.first:
             return stream._replace(x=stream.x + gate * f, lane=None)
-        c = self.c * self.T / (stream.at + 1) if self.causal else self.c
-        return stream._replace(
-            x=stream.x + gate * f, lane=stream.lane + gate * gate * c * self.output_variance()
-        )  # (3)
+        lane = stream.lane + gate * gate * self.c * self.output_variance()  # (3)
+        return stream._replace(x=stream.x + gate * f, lane=lane)
 
 
 class BHyT(PreNormApprox):
-    settings = (*BHyTExact.settings, *PreNormApprox.settings, "bhyt_gain_aware", "bhyt_causal")
+    settings = (*BHyTExact.settings, *PreNormApprox.settings)
     ends = BHyTEnds
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.norm = BoundedTanh(config, config.bhyt_lambda[(layer - 1) % 2])
-        self.gain_aware, self.causal = config.bhyt_gain_aware, config.bhyt_causal
+        self.gain_aware = config.bhyt_unit
 
     def output_variance(self):
         return (self.norm.lam.detach() / self.norm.kappa).square()
@@ -168,9 +165,8 @@ def fold(model):
             (block.mlp_residual, block.mlp_router, [linear for linear in readers if linear is not None]),
         ):
             norm = residual.norm
-            weights = [linear.weight for linear in linears] + (
-                [router.w] if router is not None and router.learned else []
-            )
+            weights = [linear if isinstance(linear, nn.Parameter) else linear.weight for linear in linears]
+            weights += [router.w] if router is not None and router.learned else []
             if any(hasattr(linear, "plain") and linear.plain is None for linear in linears):
                 raise ValueError("an adapter reads what it has learnt to, gamma included: merge it first")
             with torch.no_grad():

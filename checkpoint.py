@@ -1,9 +1,10 @@
 """
 Checkpoints on disk: what train.py saves, and what every other script reads.
 
-    ckpt.pt          the newest one of a run, a file
-    ckpt_000500/     the newest one of a run under FSDP, a folder: every rank writes its own part of the tensors
-    ckpt_000500.pt, kept_000500/    kept on request (keep_interval)
+    file             folder, under FSDP: every rank writes its own part of the tensors
+    ckpt.pt          ckpt_000500/    the newest
+    ckpt_000500.pt   kept_000500/    kept on request (keep_interval)
+    ckpt_best.pt     best_000500/    the one with the lowest validation loss, on request (save_best)
 
 A checkpoint holds tensors and plain values. Reading one never runs code from it: files are read with
 weights_only=True, and the index of a folder is JSON. A checkpoint takes its name only when all of it is on disk, so
@@ -105,6 +106,12 @@ def migrate(state, path):
         settings = state["settings"]
         if isinstance(settings.get("warmup_iters"), float):  # was a share of all steps
             settings["warmup_share"], settings["warmup_iters"] = settings["warmup_iters"], 50
+        config = state["config"]
+        removed = {"bhyt_causal": False, "bhyt_gain_aware": config.get("bhyt_unit", False)}
+        state["config"] = {k: v for k, v in config.items() if k not in removed or v != removed[k]}
+        if config.get("moe_experts"):
+            experts = config["moe_experts"]
+            raise SystemExit(f"{path} has format 1 and moe_experts={experts}: experts had another layout then")
     known = {field.name: field.default for field in fields(GPTConfig)}
     for name, value in state["config"].items():
         if name not in known:
@@ -160,18 +167,29 @@ def save_sharded(path, state):
     save_parts(tensors, storage_writer=Writer(tmp, thread_count=1))
     if main:
         save(os.path.join(tmp, "state.pt"), {k: v for k, v in state.items() if k not in ("model", "optimizers")})
-        if os.path.isdir(path):  # a restart from an older checkpoint comes by here again
-            shutil.rmtree(path)
+        remove(path)  # a kept one may exist, if the run went back to an older checkpoint
         os.rename(tmp, path)
     dist.barrier()
 
 
+def remove(path):
+    """Remove a checkpoint. A folder loses its name first, so that no kill leaves half of one under it."""
+    if os.path.isdir(path):
+        os.rename(path, path + ".old.tmp")
+        shutil.rmtree(path + ".old.tmp")
+    elif os.path.exists(path):
+        os.remove(path)
+
+
 def remove_older(out_dir, path):
-    """Remove a run's newest checkpoints other than the one at path, and what an interrupted save left."""
-    for other in glob.glob(os.path.join(out_dir, "ckpt*")):
-        name = os.path.basename(other)
-        if other != path and re.fullmatch(r"ckpt\.pt|ckpt_\d+(\.tmp)?", name):
+    """Remove other checkpoints of the same kind as the one at path, and what interrupted saves left."""
+    kind = r"best_\d+" if os.path.basename(path).startswith("best") else r"ckpt\.pt|ckpt_\d+"
+    for name in os.listdir(out_dir):
+        other = os.path.join(out_dir, name)
+        if name.endswith(".tmp"):
             shutil.rmtree(other) if os.path.isdir(other) else os.remove(other)
+        elif other != path and re.fullmatch(kind, name):
+            remove(other)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

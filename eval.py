@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import bhyt
 import depth
 import lora
 import mod
@@ -31,13 +30,13 @@ from model import evaluate
 out_dir = "out"  # where the run is; eval.json goes there too
 checkpoint: str | None = None  # a file or folder in out_dir, such as ckpt_best.pt; None: the newest
 data_dir: str | None = None  # shards with a val split; None: those it was trained on
-what: str | None = None  # parts, separated by commas: loss, depth, variance, mod, sample, tasks; None: all but tasks
+what: str | None = None  # parts, separated by commas: loss, depth, mod, sample, tasks; None: all but tasks
 eval_tokens: int | None = None  # tokens for the loss, evenly spaced over the split; None: all
 val_part = "all"  # of the validation split: all, or one half of its windows: tune or report
 text: str | None = None  # for the loss, in place of val: a text, .jsonl or .parquet file, or a name on the hub
 text_column = "text"  # of such records
 text_split = "test"  # of a name on the hub
-depth_tokens = 16384  # validation tokens for depth, variance and mod, evenly spaced over the split
+depth_tokens = 16384  # validation tokens for depth and mod, evenly spaced over the split
 mod_rate: float | None = None  # let this share of the tokens skip, in place of what it was trained with
 batch_size = 8  # windows at once; that of training finds its compiled blocks again
 prompt = "def "  # what the sample begins with, and the text that mod maps
@@ -265,14 +264,6 @@ def show_depth(report):
     print(f"calibration error {report['calibration error']:.4f}")
 
 
-def show_variance(report):
-    for variant in ("paper", "gain aware", "causal", "both"):
-        rows = report[variant]
-        print(f"{variant:<12}" + "  ".join(f"{k} {sum(v) / len(v):.4g}" for k, v in rows.items() if k != "predicted"))
-    if "saturated" in report:
-        print(f"inputs beyond lambda: {max(report['saturated']):.3%} at most")
-
-
 def show_skipping(report):
     print(f"skipped {report['rate']:.1%}; loss {report['causal loss']:.4f}, "
           f"{report['look-ahead loss']:.4f} looking ahead")  # fmt: skip
@@ -342,10 +333,6 @@ def answers(parts, model, windows, encoding):
         report |= {"dropped": depth.dropped(model, batches), "gradient": depth.gradients(model, *batches[0])}
         show_depth(report)
         yield "depth", report
-    if "variance" in parts:
-        report = depth.variance(model, batches)
-        show_variance(report)
-        yield "variance", report
     if "mod" in parts:
         report = depth.skipping(model, batches, start_of_text(encoding)[: windows.T])
         report["causal loss"] = evaluate(model, eval_batches(windows, indices, batch_size, device))
@@ -383,9 +370,7 @@ def main():
     state, model = lora.load_model(out_dir if checkpoint is None else os.path.join(out_dir, checkpoint), device)
     if loss_chunk is not None:
         model.loss_chunk = loss_chunk
-    known = ["loss", "depth", "variance", "mod", "sample", "tasks"]
-    if model.config.residual not in bhyt.RESIDUALS:
-        known.remove("variance")
+    known = ["loss", "depth", "mod", "sample", "tasks"]
     if not mod.routers(model):
         known.remove("mod")
     parts = known[:-1] if what is None else what.split(",")

@@ -58,17 +58,14 @@ class Adapted(nn.Linear):
 def adapt(model, rank, alpha, dropout, targets):
     """Freeze the model and give the linears named in targets, "wq,wv" for instance, an adapter each."""
     names, found = targets.split(","), {n for n, m in model.blocks.named_modules() if type(m) is nn.Linear}
-    there = [name for name in TARGETS if any(n.endswith("." + name) for n in found)]
-    stacked = {id(linear) for m in model.blocks.modules() for linear in getattr(m, "stacks", ())}
+    available = [name for name in TARGETS if any(n.endswith("." + name) for n in found)]
     for name in names:
-        if name not in there:
-            raise ValueError(f"lora_targets={targets!r}: {name!r} is not one of {', '.join(there)}")
+        if name not in available:
+            raise ValueError(f"lora_targets={targets!r}: {name!r} is not one of {', '.join(available)}")
     model.requires_grad_(False)
     for module in [*model.blocks.modules()]:
         for name, linear in [*module.named_children()]:
             if name in names and type(linear) is nn.Linear:
-                if id(linear) in stacked:
-                    raise ValueError(f"lora_targets={targets!r}: {name} holds experts, which take no adapters")
                 setattr(module, name, Adapted(linear, rank, alpha, dropout))
 
 

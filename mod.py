@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from attention import take
-from norms import wide
+from attention import gather_rows
+from norms import upcast
 
 BALANCE = 10  # steps between updates of tau and k
 BINS = 1024  # of the histogram
@@ -61,12 +61,12 @@ class Router(nn.Module):
         self.collect = False  # fill the histogram in evaluation too
         self.look_ahead = False  # choose in evaluation as in training: to be compared with, never what is reported
         self.T = config.block_size
-        self.settle()
-        self.register_load_state_dict_post_hook(lambda module, keys: module.settle())
+        self.update_k()
+        self.register_load_state_dict_post_hook(lambda module, keys: module.update_k())
 
-    def settle(self):
-        """k as a number, so that shapes are known without asking the device"""
-        self.k = max(1, round(float(self.share) * self.T)) if self.share.device.type != "meta" else self.T
+    def update_k(self):
+        """k as a Python int: shapes stay static and no device sync is needed."""
+        self.k = self.T if self.share.device.type == "meta" else max(1, round(float(self.share) * self.T))
 
     def reset_parameters(self):
         if self.v is not None:
@@ -76,49 +76,67 @@ class Router(nn.Module):
             nn.init.zeros_(self.b)
 
     def score(self, h, stream, residual, scale, turn=None):
+        """q (B, T) from the sublayer's input h (B, T, C) and the stream that it was read from."""
         if self.geometric:
             turn = residual.turn(stream.x) if turn is None else turn
             a, most = scale * turn, scale * residual.ramp * residual.alpha
             return (torch.atan(a.abs()) / (torch.atan(most.abs()) + 1e-12))[..., 0]  # (1)
         if self.learned:
-            return torch.sigmoid((wide(h) * self.w).sum(-1) + self.b)  # (2)
+            return torch.sigmoid((upcast(h) * self.w).sum(-1) + self.b)  # (2)
         if self.training:
             return torch.rand(h.shape[:2], device=h.device)
         return self.table[stream.at[:, 0]].expand(h.shape[:2])
 
-    def choose(self, q):
-        """Which rows are computed, (B, k) in order, and which tokens run, (B, T)"""
-        if self.training or self.look_ahead:
-            rows = q.topk(min(q.size(1), -(-self.k * q.size(1) // self.T)), dim=1, sorted=False).indices.sort(1).values
-            return rows, torch.zeros_like(q, dtype=torch.bool).scatter(1, rows, True)
-        runs = q >= self.tau  # (3)
-        if torch.compiler.is_compiling():  # compute all, rather than wait for the number of rows
-            return None, runs
-        k = int(runs.sum(1).max())  # rows of sequences with fewer are filled up and not used
-        rows = runs.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :k].sort(1).values
-        return rows, runs
-
     def forward(self, sublayer, residual, h, stream, scale):
-        """The sublayer on the rows that run, and its write; sublayer: (h, rows as in take) -> (B, k, C)"""
-        known = {"turn": residual.turn(stream.x)} if self.geometric else {}
-        q = self.score(h, stream, residual, scale, **known)
+        """Run the sublayer on some of the tokens and write its output to the stream.
+
+        sublayer: (h, rows) -> (B, k, C), with rows as in attention.gather_rows, or (h, None) -> (B, T, C).
+        """
+        turn = residual.turn(stream.x) if self.geometric else None
+        q = self.score(h, stream, residual, scale, turn)
         if self.training or self.collect:
-            with torch.no_grad():
-                bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
-                self.fresh.index_add_(0, bins, torch.ones_like(bins))
-        shape = (1, -1) if self.pointwise and not (self.training or self.look_ahead) else q.shape
-        rows, runs = self.choose(q.reshape(shape))
-        h, runs = h.reshape(*shape, h.size(-1)), runs.view_as(q)[..., None]
-        if rows is not None:
-            places = torch.arange(rows.size(1), device=rows.device).expand_as(rows)
-            rows = rows, rows.new_full(h.shape[:2], -1).scatter(1, rows, places)
-        f = sublayer(h, rows)
-        full = (f if rows is None else take(f, rows[::-1])).view_as(stream.x)
-        if self.v is not None:
-            return residual.write(stream, torch.where(runs, full, self.v.to(f.dtype)), scale, **known)
-        new = residual.write(stream, full, scale * q[..., None] if self.learned else scale, **known)
+            self.count(q)
+        choose_and_run = self.run_top_k if self.training or self.look_ahead else self.run_above_tau
+        f, runs = choose_and_run(sublayer, h, q)
+        return self.write(residual, f, runs[..., None], q[..., None], stream, scale, turn)
+
+    def run_top_k(self, sublayer, h, q):
+        """Training: the k tokens of each sequence with the highest scores run."""
+        k = min(q.size(1), -(-self.k * q.size(1) // self.T))
+        chosen = q.topk(k, dim=1, sorted=False).indices.sort(1).values  # (B, k)
+        runs = torch.zeros_like(q, dtype=torch.bool).scatter(1, chosen, True)
+        return self.run_rows(sublayer, h, chosen), runs
+
+    def run_above_tau(self, sublayer, h, q):
+        """Evaluation: the tokens with scores of tau or more run, however many these are."""
+        runs = q >= self.tau  # (3)
+        if torch.compiler.is_compiling():  # shapes must not depend on the data, so all tokens run; write drops some
+            return sublayer(h, None), runs
+        rows, flags = (h.flatten(0, 1)[None], runs.view(1, -1)) if self.pointwise else (h, runs)
+        k = int(flags.sum(1).max())  # sequences in which fewer tokens run compute a few in vain
+        chosen = flags.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :k].sort(1).values
+        return self.run_rows(sublayer, rows, chosen).view_as(h), runs
+
+    def run_rows(self, sublayer, h, chosen):
+        """The sublayer's output (B, T, C): computed for the chosen tokens (B, k), zero for the others."""
+        places = torch.arange(chosen.size(1), device=chosen.device).expand_as(chosen)
+        back = chosen.new_full(h.shape[:2], -1).scatter(1, chosen, places)  # where each token is among the chosen
+        f = sublayer(h, (chosen, back))
+        return gather_rows(f, (back, chosen))
+
+    def write(self, residual, f, runs, q, stream, scale, turn):
+        known = {} if turn is None else {"turn": turn}
+        if self.v is not None:  # a token that skips turns by the same angle, towards v
+            return residual.write(stream, torch.where(runs, f, self.v.to(f.dtype)), scale, **known)
+        new = residual.write(stream, f, scale * q if self.learned else scale, **known)
         lane = None if new.lane is None else torch.where(runs, new.lane, stream.lane)
         return new._replace(x=torch.where(runs, new.x.to(stream.x.dtype), stream.x), lane=lane)
+
+    @torch.no_grad()
+    def count(self, q):
+        """Add scores to the histogram of this rank."""
+        bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
+        self.fresh.index_add_(0, bins, torch.ones_like(bins))
 
 
 def routers(model):
@@ -145,7 +163,7 @@ def balance(routers, shared, rate, world=1, memory=MEMORY):
     for router, tau, kept in zip(routers, ((edge + part) / BINS)[:, 0].tolist(), share[:, 0].tolist()):
         router.tau.fill_(tau if rate > 0 else 0.0)
         router.share.fill_(kept)
-        router.settle()
+        router.update_k()
 
 
 def skipped(routers):

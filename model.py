@@ -19,7 +19,7 @@ import mod
 import moe
 import nag
 import norms
-from attention import Attention, rotary_table, take
+from attention import Attention, gather_rows, rotary_table
 from norms import pick
 
 RESIDUALS = {**norms.RESIDUALS, **nag.RESIDUALS, **bhyt.RESIDUALS}  # name -> class; each names its own ends
@@ -52,9 +52,7 @@ class GPTConfig:
     bhyt_p: float = 0.99  # bhyt: share of a token's features that must stay below lambda
     bhyt_lambda: tuple = (2.0, 1.0, 0.0)  # bhyt: start of lambda before attention, MLP, head; 0 there: an RMSNorm
     bhyt_learned: bool = True  # bhyt: learn lambda
-    bhyt_unit: bool = False  # bhyt: start gamma where a norm's outputs have variance 1, at kappa / lambda; False: at 1
-    bhyt_gain_aware: bool = False  # bhyt: the predicted variance knows the norm's gain, as it has to for bhyt_unit
-    bhyt_causal: bool = False  # bhyt: it takes into account how many tokens there are to attend to
+    bhyt_unit: bool = False  # bhyt: start gamma at kappa / lambda, where outputs have variance 1; False: at 1
     bhyt_context: int | None = None  # bhyt, prenorm_approx: the context length T of c; None: block_size
     nag_alpha_power: float = 0.5  # nag: alpha of sublayer l starts at l^-nag_alpha_power
     nag_directions: int = 32  # nag: directions of the modulator; 0: no modulator, m = 1
@@ -137,7 +135,7 @@ class Block(nn.Module):
 
     def feed(self, stream):
         def run(h, rows=None):
-            return self.drop(self.mlp(h if rows is None else take(h, rows)))
+            return self.drop(self.mlp(h if rows is None else gather_rows(h, rows)))
 
         return self.sublayer(run, self.mlp_residual, self.mlp_router, stream)
 
@@ -194,7 +192,7 @@ class GPT(nn.Module):
         at = at if cache is None else cache.at + at
         rope = (self.cos[:T], self.sin[:T]) if cache is None else (self.cos[at], self.sin[at])
         stream = self.begin(idx, at)
-        moe.forget(self)
+        moe.reset_penalties(self)
         for b, block in enumerate(self.blocks):
             run = partial(checkpoint, block, use_reentrant=False) if self.recompute and self.training else block
             stream = run(stream, rope, docs, None if cache is None else (*cache.kv[b], at))
@@ -214,9 +212,8 @@ class GPT(nn.Module):
         """Every parameter gets its start here, or from its own module's reset_parameters, or this raises."""
         config, done = self.config, set()
         gain = ACTIVATIONS[config.activation][2]
-        outputs = {m for block in self.blocks for m in (block.attn.wo, block.mlp.down)}
-        outputs |= {block.mlp.shared.down for block in self.blocks if getattr(block.mlp, "shared", None)}
-        stacked = {linear: m.E for m in moe.layers(self) for linear in m.stacks}
+        mlps = [mlp for block in self.blocks for mlp in block.mlp.modules() if isinstance(mlp, MLP)]
+        outputs = {block.attn.wo for block in self.blocks} | {mlp.down for mlp in mlps}
         in_mlp = {m for block in self.blocks for m in block.mlp.modules()}
         shrinks = {"scaled": (2 * config.n_layer) ** -0.5, "plain": 1.0, "zero": 0.0}
         shrink = pick(shrinks, init_out(config), "init_out")
@@ -225,14 +222,17 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=config.init_scale)
             elif isinstance(module, nn.Linear):
                 if module is not self.head:
-                    for w in module.weight.chunk(stacked.get(module, 1)):
-                        INITS[config.init](w, config.init_scale, gain if module in in_mlp else 1.0)
+                    INITS[config.init](module.weight, config.init_scale, gain if module in in_mlp else 1.0)
                 elif not config.tied:
                     nn.init.normal_(module.weight, std=config.init_scale)
                 if module in outputs:
                     module.weight.mul_(shrink)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+            elif isinstance(module, moe.MoE):
+                for expert in (w for p in module.parameters(recurse=False) for w in p):
+                    INITS[config.init](expert, config.init_scale, gain)
+                module.down.mul_(shrink)
             elif hasattr(module, "reset_parameters"):
                 module.reset_parameters()
             else:
@@ -257,12 +257,12 @@ class GPT(nn.Module):
     def param_groups(self):
         """Names of parameters by how they are trained. Decided by what owns a parameter, never by its name."""
         groups = {"matrices": [], "experts": [], "embeddings": [], "vectors": [], "gates": []}
-        residual, stacked = RESIDUALS[self.config.residual], [linear for m in moe.layers(self) for linear in m.stacks]
+        residual = RESIDUALS[self.config.residual]
         for name, p in self.named_parameters():
             owner = self.get_submodule(name.rpartition(".")[0])
             if owner in (self.embed, self.head):
                 groups["embeddings"].append(name)
-            elif owner in stacked:  # many matrices, one above the other, and not one
+            elif isinstance(owner, moe.MoE):  # (E, out, in): many matrices
                 groups["experts"].append(name)
             elif isinstance(owner, nn.Linear) and p.ndim == 2:
                 groups["matrices"].append(name)
@@ -296,9 +296,9 @@ class GPT(nn.Module):
         return made
 
     def num_params(self, active=False):
-        """active: without the experts that a token does not pass"""
-        idle = sum((1 - m.k / m.E) * w.weight.numel() for m in moe.layers(self) for w in m.stacks) if active else 0
-        return round(sum(p.numel() for p in self.parameters()) - idle)
+        """active: only those that a token passes, which leaves out most experts."""
+        experts = sum((1 - m.k / m.E) * p.numel() for m in moe.layers(self) for p in m.parameters(recurse=False))
+        return round(sum(p.numel() for p in self.parameters()) - (experts if active else 0))
 
     def flops_per_token(self):
         """Matmul FLOPs that a training step needs for a token, whatever a device computes in vain.
@@ -310,17 +310,18 @@ class GPT(nn.Module):
         C, T = self.config.n_embd, self.config.block_size
 
         def cost(modules):
-            matrices = [p for m in modules for p in m.parameters(recurse=False) if p.ndim == 2]
-            return sum(2 * p.numel() * (3 if p.requires_grad else 2) for p in matrices)
+            total = 0
+            for m in modules:
+                share = m.k / m.E if isinstance(m, moe.MoE) else 1
+                matrices = [p for p in m.parameters(recurse=False) if p.ndim >= 2]
+                total += sum(2 * share * p.numel() * (3 if p.requires_grad else 2) for p in matrices)
+            return total
 
         total = cost(m for m in self.modules() if m is not self.embed) + self.config.n_layer * 6 * C * (T + 1)
         for block in self.blocks:
-            idle = (1 - block.mlp.k / block.mlp.E) * cost(block.mlp.stacks) if self.config.moe_experts else 0
-            total -= idle
             if block.mlp_router is not None:
-                mlp = cost(m for m in block.mlp.modules() if isinstance(m, nn.Linear)) - idle
-                total -= (1 - block.mlp_router.k / T) * mlp
-            if block.attn_router is not None:  # keys and values are made for all
+                total -= (1 - block.mlp_router.k / T) * cost(block.mlp.modules())
+            if block.attn_router is not None:  # keys and values are computed for all tokens
                 skipped = 1 - block.attn_router.k / T
                 total -= skipped * (cost((block.attn.wq, block.attn.wo)) + 6 * C * (T + 1))
         return total

@@ -10,9 +10,8 @@ Balance, so that no expert starves, by one of two means (moe_balance):
     bias   after every step bias_e += rate * sign(mean load - load_e); it moves choices, never outputs (2408.15664) (3)
     loss   rate * E sum_e (share of all choices that fell on e) (mean s_e) joins the loss (2101.03961)     (4)
 
-Experts lie one above the other in ordinary linears, so that initialisation, optimizer groups and FSDP treat them as
-such. Tokens are sorted by expert and multiplied group by group, in one kernel where torch has it for the dtype, which
-is bfloat16, in a loop elsewhere: the same numbers.
+The weights of all experts are one parameter (E, out, in) for each matrix. Tokens are sorted by expert and multiplied
+group by group: in one kernel in bfloat16, in a loop in other dtypes, for which torch has no kernel.
 """
 
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from norms import wide
+from norms import upcast
 
 
 def grouped(x, w, ends):
@@ -68,9 +67,9 @@ class MoE(nn.Module):
         self.act, self.E, self.k, self.rate, self.shared = act, E, config.moe_top_k, config.moe_rate, shared
         self.by_loss = config.moe_balance == "loss"
         self.router = nn.Linear(C, E, bias=False)
-        self.up, self.down = nn.Linear(C, E * hidden, bias=False), nn.Linear(hidden, E * C, bias=False)
-        self.gate = nn.Linear(C, E * hidden, bias=False) if gated else None
-        self.stacks = [linear for linear in (self.up, self.gate, self.down) if linear is not None]
+        self.up = nn.Parameter(torch.empty(E, hidden, C))
+        self.down = nn.Parameter(torch.empty(E, C, hidden))
+        self.gate = nn.Parameter(torch.empty(E, hidden, C)) if gated else None
         self.register_buffer("bias", torch.zeros(E))
         load = torch.zeros(E, dtype=torch.int64)  # tokens of each expert since the last balance
         self.register_buffer("load", load, persistent=False)
@@ -79,7 +78,7 @@ class MoE(nn.Module):
     def forward(self, h):
         x = h.flatten(0, -2)  # (N, C)
         with torch.autocast(x.device.type, enabled=False):  # in float32, so that choices do not depend on autocast
-            s = F.linear(wide(x), wide(self.router.weight)).softmax(-1)  # (N, E)
+            s = F.linear(upcast(x), upcast(self.router.weight)).softmax(-1)  # (N, E)
         chosen = (s + self.bias).topk(self.k).indices  # (N, k)                                                     (1)
         pairs, order = chosen.flatten().sort(stable=True)  # (N k,): experts in order, and which pair that was
         w = s.gather(1, chosen)
@@ -93,10 +92,7 @@ class MoE(nn.Module):
                 self.penalty = penalty if self.penalty is None else self.penalty  # recomputation makes a second one
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        up, down, gate = (
-            None if linear is None else linear.weight.view(self.E, -1, linear.in_features).to(dtype)
-            for linear in (self.up, self.down, self.gate)
-        )
+        up, down, gate = (None if w is None else w.to(dtype) for w in (self.up, self.down, self.gate))
         x_rows = x.to(dtype)[rows]
         inner = self.act(grouped(x_rows, up if gate is None else gate, ends))
         inner = inner if gate is None else inner * grouped(x_rows, up, ends)
@@ -109,8 +105,8 @@ def layers(model):
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
-def forget(model):
-    """What of the forward before this one was still held, in training"""
+def reset_penalties(model):
+    """Drop the balance losses of the previous forward, in training."""
     for moe in layers(model) if model.training else ():
         moe.penalty = None
 

@@ -16,8 +16,8 @@ A sublayer turns its token by atan(a), by atan(alpha_l) at most.
 
 Differs from the paper: r is divided by the rms it has and not by the sqrt(1 + a^2) it should have, so that it cannot
 drift in low precision; g_dec starts where the first logits have a standard deviation of nag_first_logits at any depth;
-the mixture in (5) is at least 1e-6, for the power's sake. Statistics and s are float32; r has the stream's dtype, which
-is float32 under train.py's autocast and bfloat16 only in a model that is bfloat16 itself.
+the mixture in (5) is at least 1e-6, for the power's sake. Statistics and s are float32; r has the stream's dtype:
+float32, or bfloat16 with bf16_stream and in a model that is bfloat16 itself.
 """
 
 import math
@@ -26,36 +26,52 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from norms import NoEnds, PreNorm, Stream, refuse, wide
+from norms import NoEnds, PreNorm, Stream, refuse, upcast
 
 
 def modulator(r, w, b, p, beta):
     """Eq. 5: how much of its rotation a sublayer grants a token, (..., 1). p: logits of the mixture's weights. Below
     1e-6 the clamp passes no gradient: a token shut out that far stays out until w or b move for others."""
-    gates = torch.sigmoid(wide(F.linear(r, w, b)))  # (..., C)
+    gates = torch.sigmoid(upcast(F.linear(r, w, b)))  # (..., C)
     mixture = (gates * p.softmax(-1)).sum(-1, keepdim=True)
     return mixture.clamp(min=1e-6) ** beta
 
 
+def plain_rotate(r, s, f, a):
+    """Eqs. 2, 3, 4 and 6 as on paper: the reference for rotate, which computes the same in one pass."""
+    f = f - f.mean(-1, keepdim=True)  # (2)
+    f = f - (f * r).sum(-1, keepdim=True) / (r * r).sum(-1, keepdim=True) * r  # (3)
+    u = f / f.square().mean(-1, keepdim=True).sqrt()  # (4)
+    r = r + a * u  # (6)
+    r = r / r.square().mean(-1, keepdim=True).sqrt()  # the measured rms, in theory sqrt(1 + a^2)
+    return r, s + 0.5 * torch.log(1 + a * a)
+
+
 def rotate(r, s, f, a, eps=1e-12, centre=True, orthogonal=True):
+    """plain_rotate in one pass over r and f, and without its divisions by zero.
+
+    Equations 2 and 3 subtract multiples of 1 and of r from f. So five sums a token, <r,r>, <f,r>, <f,f> and the means,
+    give every norm, and r' = A r + D f + E with three scalars a token: one read of r and f, one write of r'.
+
+    The price: the norm of what remains of f is a difference, and only rounding where f is nearly parallel to 1 or to r.
+    In float32 u is good to 1e-4 at an angle of 3 degrees. The norm counts as at least `least`, so updates within 0.6
+    degrees turn r by less than a, and r stays on its sphere in any case. Summing the squares of what remains would be
+    exact, but cost a second pass: half the time again.
     """
-    Eqs. 2, 3, 4 and 6 in one pass over r and f. What (2) and (3) take from f are multiples of 1 and of r, so that four
-    sums a token give every norm and r' = A r + D f + E with three scalars. The price: what is left of <f,f> comes as a
-    difference, which is nothing but rounding where f is nearly parallel to 1 or r: u is good to 1e-4 at 3 degrees in
-    float32. It counts as at least `least`, so that updates within 0.6 degrees turn by less than a, and r stays on its
-    sphere whatever comes. Summing the squares of what is left instead would cost a second pass, half the time again.
-    """
-    R, f = wide(r), wide(f)
+    R, f = upcast(r), upcast(f)
     rr, fr, ff = (x.mean(-1, keepdim=True) for x in (R * R, f * R, f * f))
-    mean, least = f.mean(-1, keepdim=True) if centre else 0.0, 1000 * torch.finfo(f.dtype).eps * ff
-    fr, ff = fr - mean * R.mean(-1, keepdim=True), ff - mean * mean  # (2)
+    least = 1000 * torch.finfo(f.dtype).eps * ff
+    mean = f.mean(-1, keepdim=True) if centre else 0.0
+    fr = fr - mean * R.mean(-1, keepdim=True)  # (2)
+    ff = ff - mean * mean
     c = fr / (rr + eps) if orthogonal else 0.0
-    fr, ff = fr - c * rr, (ff - c * fr).clamp(min=0)  # (3)
+    ff = (ff - c * fr).clamp(min=0)  # (3)
+    fr = fr - c * rr
     k = a * torch.rsqrt(torch.maximum(ff, least) + eps)  # a u = k (f - mean - c r)                                 (4)
-    square = rr + 2 * k * fr + k * k * ff  # of r + a u: 1 + a^2 but for rounding where u is orthogonal to r
+    square = rr + 2 * k * fr + k * k * ff  # mean square of r + a u: 1 + a^2 up to rounding, if u is orthogonal to r
     n = torch.rsqrt(square + eps)
-    turned = (n - n * k * c) * R + (n * k) * f - n * k * mean  # (6)
-    return turned.to(r.dtype), s + 0.5 * (torch.log1p(a * a) if orthogonal else torch.log(square))
+    new = (n - n * k * c) * R + (n * k) * f - n * k * mean  # (6)
+    return new.to(r.dtype), s + 0.5 * (torch.log1p(a * a) if orthogonal else torch.log(square))
 
 
 class NAGEnds(NoEnds):
@@ -78,7 +94,7 @@ class NAGEnds(NoEnds):
         nn.init.constant_(self.g_dec, self.start)
 
     def embed(self, e):
-        w = wide(e)
+        w = upcast(e)
         w = w - w.mean(-1, keepdim=True)
         rho = torch.sqrt(w.square().mean(-1, keepdim=True) + 1e-12)  # (1)
         return Stream((w / rho).to(e.dtype), rho.log() + (0.0 if self.g_enc is None else self.g_enc))
@@ -87,14 +103,14 @@ class NAGEnds(NoEnds):
         w = head if self.folded else unit_rows(head)
         s = torch.zeros_like(stream.lane) if self.g_enc is None else stream.lane
         heat = torch.exp(s + self.g_dec) / math.sqrt(w.size(1))  # (7)
-        return (wide(stream.x) * heat).to(stream.x.dtype), w
+        return (upcast(stream.x) * heat).to(stream.x.dtype), w
 
     def additive(self, stream):
-        return wide(stream.x) * stream.lane.exp()
+        return upcast(stream.x) * stream.lane.exp()
 
 
 def unit_rows(head):
-    w = wide(head)
+    w = upcast(head)
     w = w - w.mean(-1, keepdim=True)
     return (w * torch.rsqrt(w.square().mean(-1, keepdim=True) + 1e-12)).to(head.dtype)  # of (7)
 
@@ -135,7 +151,7 @@ class NAG(nn.Module):
             if config.nag_beta is None:
                 self.raw_beta = nn.Parameter(torch.empty(1))
         self.start, self.beta, self.modulated = layer**-config.nag_alpha_power, config.nag_beta, C > 0
-        self.how = dict(centre=config.nag_centre, orthogonal=config.nag_orthogonal)
+        self.parts = dict(centre=config.nag_centre, orthogonal=config.nag_orthogonal)
         self.register_buffer("ramp", torch.ones(1))  # train.py lets it grow from 0 over alpha_warmup_iters
 
     def reset_parameters(self):
@@ -160,7 +176,7 @@ class NAG(nn.Module):
 
     def write(self, stream, f, gate=1.0, turn=None):
         turn = self.turn(stream.x) if turn is None else turn  # mod.py's router has it already
-        x, lane = rotate(stream.x, stream.lane, f, gate * turn, **self.how)
+        x, lane = rotate(stream.x, stream.lane, f, gate * turn, **self.parts)
         return stream._replace(x=x, lane=lane)
 
 
@@ -168,7 +184,7 @@ class Orthogonal(PreNorm):
     """x <- x + f - (<f, x> / <x, x>) x, f = F(Norm(x)): pre-norm with (3), the rung between (arXiv 2505.11881)"""
 
     def write(self, stream, f, gate=1.0):
-        x, w = wide(stream.x), wide(f)
+        x, w = upcast(stream.x), upcast(f)
         c = (w * x).sum(-1, keepdim=True) / (x.square().sum(-1, keepdim=True) + 1e-12)
         return stream._replace(x=stream.x + (gate * (w - c * x)).to(stream.x.dtype))
 

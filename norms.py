@@ -48,7 +48,7 @@ def gathered(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def wide(x):
+def upcast(x):
     """x in the dtype of its statistics: float32, or float64 where the stream itself has it."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -69,7 +69,7 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.gain)
 
     def forward(self, x, v=None):
-        w = wide(x)
+        w = upcast(x)
         v = w.square().mean(-1, keepdim=True) if v is None else v
         return (w * torch.rsqrt(v + self.eps) * self.gain).to(x.dtype)
 
@@ -89,7 +89,7 @@ class LayerNorm(nn.Module):
             nn.init.zeros_(self.shift)
 
     def forward(self, x):
-        w = wide(x)
+        w = upcast(x)
         w = w - w.mean(-1, keepdim=True)
         y = w * torch.rsqrt(w.square().mean(-1, keepdim=True) + self.eps) * self.gain
         return (y if self.shift is None else y + self.shift).to(x.dtype)
@@ -111,7 +111,7 @@ class DyT(nn.Module):
         nn.init.zeros_(self.shift)
 
     def forward(self, x):
-        return (self.gain * torch.tanh(self.alpha * wide(x)) + self.shift).to(x.dtype)
+        return (self.gain * torch.tanh(self.alpha * upcast(x)) + self.shift).to(x.dtype)
 
 
 NORMS = {"rms": RMSNorm, "layer": LayerNorm, "none": nn.Identity}
@@ -138,7 +138,7 @@ class NoEnds(nn.Module):
         return stream.x, head
 
     def additive(self, stream):  # x as a stream that only adds would have it, to be looked at
-        return wide(stream.x)
+        return upcast(stream.x)
 
 
 class FinalNorm(NoEnds):

@@ -6,7 +6,7 @@ Figures from logs: python plot.py FIGURE OUT.png RUN [RUN ...]
     time       the same against time spent in training steps
     target     tokens and time to the highest of the runs' final validation losses, likewise
     variance   variance of the stream behind each block, from each RUN/eval.json
-    norm       the norm of the stream, NAG's on a scale of its own, likewise
+    norm       the norm of the stream, likewise
     rotation   how far the embedding has been turned behind each sublayer, likewise
     alpha      NAG: alpha and the a that comes of it in each sublayer, likewise
     dropped    how much the loss rises when a block is left out, likewise
@@ -16,8 +16,6 @@ Figures from logs: python plot.py FIGURE OUT.png RUN [RUN ...]
     ladder     final validation loss against width over depth, likewise
     map        which tokens of a text ran where, from one RUN/eval.json
     stability  final validation loss, and growth of the variance, against the learning rate, from both
-    predicted  BHyT's predicted variance beside the measured one, and the theory's, from each RUN/eval.json
-    bounded    the variance of what BHyT's tanh puts out, between the theory's bounds, likewise
     speed      bars of the ratios that bench.py wrote, from each JSON
 
 Runs that differ only in their seed become one line, their mean, with a band from the least to the most. The same input
@@ -29,11 +27,16 @@ import math
 import os
 import sys
 
-COLOURS = {  # Okabe and Ito's and some of Tol's, for the colour-blind; a mode has the same one everywhere
+COLOURS = {  # Okabe and Ito's and some of Tol's, safe for the colour-blind; other modes share them by their name
     "prenorm": "#000000", "perinorm": "#0072B2", "postnorm": "#D55E00", "lns": "#009E73", "dyt": "#E69F00",
     "none": "#CC79A7", "nag": "#56B4E9", "orthogonal": "#999999",
     "bhyt": "#882255", "bhyt_exact": "#AA4499", "prenorm_approx": "#666666",
 }  # fmt: skip
+
+
+def colour(mode):
+    """The same colour for a mode in every figure."""
+    return COLOURS.get(mode) or [*COLOURS.values()][sum(map(ord, mode)) % len(COLOURS)]
 
 
 def need(path):
@@ -52,7 +55,7 @@ def read_log(run):
 def read_eval(run, part):
     report = json.load(need(os.path.join(run, "eval.json")))
     if part not in report:
-        who = {"variance": "of bhyt and its kin, ", "mod": "with tokens that skip, "}.get(part, "")
+        who = {"mod": "with tokens that skip, "}.get(part, "")
         how = f"for a run {who}python eval.py --out_dir={run} --what={part}"
         raise SystemExit(f"plot.py: {run}/eval.json has no {part}: {how}")
     return report[part]
@@ -88,7 +91,7 @@ def styled(runs):
     for label, (residual, members) in grouped(runs).items():
         dashes = ("-", "--", ":", "-.")[seen.count(residual) % 4]
         seen.append(residual)
-        yield label, members, {"color": COLOURS.get(residual), "label": label, "lw": 1.5, "ls": dashes}
+        yield label, members, {"color": colour(residual), "label": label, "lw": 1.5, "ls": dashes}
 
 
 def draw(axes, runs, curve, band=True, **style):
@@ -165,7 +168,7 @@ def target(axes, runs):
             mean = sum(needed) / len(needed)
             error = [[mean - min(needed)], [max(needed) - mean]]
             hatch = None if side is axes else "//"
-            side.bar(i + shift, mean, 0.38, yerr=error, color=COLOURS[residual], hatch=hatch, ec="white")
+            side.bar(i + shift, mean, 0.38, yerr=error, color=colour(residual), hatch=hatch, ec="white")
     axes.set(
         xticks=range(len(groups)),
         xticklabels=[g.replace(", ", "\n") for g in groups],
@@ -179,7 +182,7 @@ def by_depth(key):
     def curve(run):
         depth = read_eval(run, "depth")
         if key not in depth:
-            why = "it is not a run of NAG" if key in ("a", "alpha") else "evaluate it again"
+            why = "its mode has no rotation" if key in ("a", "alpha") else "evaluate it again"
             raise SystemExit(f"plot.py: {run}/eval.json has no {key} in its depth: {why}")
         return range(len(depth[key])), depth[key]
 
@@ -192,20 +195,8 @@ def variance(axes, runs):
 
 
 def norm(axes, runs):
-    """NAG's on the left, everybody else's on the right"""
-    nag = [run for run in runs if read_log(run)[0]["residual"] == "nag"]
-    other, right = [run for run in runs if run not in nag], axes
-    axes.set(xlabel="block", ylabel="norm of the stream")
-    if nag and other:
-        axes.set(ylabel="norm of NAG's stream, exp(s) sqrt(d)")
-        right = axes.twinx()
-        right.spines["right"].set_visible(True)
-        right.set(ylabel="norm of the other streams (dashed)")
-    if nag:
-        draw(axes, nag, by_depth("norm"))
-    if other:
-        draw(right, other, by_depth("norm"), ls="--")
-        right.legend(loc="lower right", frameon=False)
+    draw(axes, runs, by_depth("norm"))
+    axes.set(xlabel="block", ylabel="norm of the stream", yscale="log")
 
 
 def rotation(axes, runs):
@@ -267,7 +258,7 @@ def against(axes, runs, x_of, but, value, shared=(), **style):
         x = sorted(points)
         mean = [sum(points[at]) / len(points[at]) for at in x]
         look = {"marker": mark, "ms": 5, "lw": 1.5, "label": label, "ls": ("-", "--")[mark != "o"]} | style
-        (line,) = axes.plot(x, mean, color=COLOURS[residual], **look)
+        (line,) = axes.plot(x, mean, color=colour(residual), **look)
         low, high = [min(points[at]) for at in x], [max(points[at]) for at in x]
         axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
 
@@ -314,30 +305,6 @@ def map_(axes, runs):
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def predicted(axes, runs):
-    names = {(False, False): "paper", (True, False): "gain aware", (False, True): "causal", (True, True): "both"}
-    for run in runs:
-        report, settings = read_eval(run, "variance"), read_log(run)[0]
-        label, used = settings["residual"], names[settings["bhyt_gain_aware"], settings["bhyt_causal"]]
-        blocks = range(len(report["measured"]))
-        axes.plot(blocks, report["measured"], color=COLOURS[label], lw=1.5, label=f"{label}: measured")
-        axes.plot(blocks, report[used]["predicted"], color=COLOURS[label], lw=1.5, ls="--", label=f"predicted: {used}")
-        if "recursion" in report:
-            least, most = (report["recursion"][bound] for bound in ("least", "most"))
-            axes.fill_between(blocks, least, most, color="0.8", label="the theory's recursion")
-    axes.set(xlabel="block", ylabel="variance before the MLP", yscale="log")
-
-
-def bounded(axes, runs):
-    for run in runs:
-        report, mode = read_eval(run, "variance"), read_log(run)[0]["residual"]
-        for first, kind, mark in ((0, "attention", "o"), (1, "MLP", "s")):
-            measured, least, most = (report[k][first::2] for k in ("output", "output, at least", "output, at most"))
-            axes.fill_between(range(len(least)), least, most, color=("0.85", "0.7")[first], label=f"{kind}: the bounds")
-            axes.plot(measured, mark + "-", color=COLOURS[mode], lw=1.5, ms=4, label=f"{mode}, {kind}: measured")
-    axes.set(xlabel="block", ylabel="variance of what the tanh puts out", yscale="log")
-
-
 def speed(axes, files):
     height = 0
     for file in files:
@@ -345,7 +312,7 @@ def speed(axes, files):
         rows = {name: row for part in parts for name, row in part.items() if isinstance(row, dict) and "ratio" in row}
         for name, row in rows.items():
             low, middle, high = row["ratio"]
-            axes.barh(height, middle, color=COLOURS.get(name), xerr=[[middle - low], [high - middle]], ecolor="0.5")
+            axes.barh(height, middle, color=colour(name), xerr=[[middle - low], [high - middle]], ecolor="0.5")
             axes.text(0, height, f" {name}  {middle:.3f}x", va="center", color="white")
             height += 1
     axes.axvline(1, color="0.7", lw=1)
@@ -355,8 +322,7 @@ def speed(axes, files):
 FIGURES = {
     "loss": loss, "flops": flops, "time": time, "target": target, "variance": variance, "norm": norm,
     "rotation": rotation, "alpha": alpha, "dropped": dropped, "calibrated": calibrated, "similarity": similarity,
-    "rate": rate, "ladder": ladder, "map": map_, "stability": stability, "predicted": predicted,
-    "bounded": bounded, "speed": speed,
+    "rate": rate, "ladder": ladder, "map": map_, "stability": stability, "speed": speed,
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """
 Train a language model. Read this file from top to bottom: it is the whole story.
 
-    python train.py                                                          the default: minutes on any machine
+    python prepare_c4.py && python train.py                                  the default: minutes on any machine
     python train.py config/byte_6x384.py --learning_rate=3e-3                settings from a file, then from here
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py    one process a GPU
 """
@@ -41,7 +41,7 @@ from machine import (
     pick_dtype,
     prepare_process,
 )
-from model import GPT, GPTConfig, evaluate, init_out
+from model import RESIDUALS, GPT, GPTConfig, evaluate, init_out
 from nag import NAG
 from norms import gathered
 
@@ -149,7 +149,8 @@ def inherit(saved, going_on):
     else:
         kept = settings | {k: old[k] for k in model_fields | {"data_dir"}}
         fixed = model_fields - {"dropout", "block_size"}
-        if given.get("block_size", old["block_size"]) != old["block_size"] and old["residual"] in PREDICTS_VARIANCE:
+        predicts = hasattr(RESIDUALS[old["residual"]], "refresh")
+        if predicts and given.get("block_size", old["block_size"]) != old["block_size"]:
             kept["bhyt_context"] = old["bhyt_context"] or old["block_size"]  # c was learned at this T
     kept |= {k: settings[k] for k in ("out_dir", "init_from", "branch_from")}
     differs = [f"{k}={old[k]!r}, not {given[k]!r}" for k in given if k in fixed and given[k] != old[k]]
@@ -165,12 +166,11 @@ def check_settings():
                 fail(f"{key}={settings[key]!r}: must be {text}")
     if total_batch_tokens is not None and gradient_accumulation_steps is not None:
         fail("total_batch_tokens and gradient_accumulation_steps say the same: set one, and the other to None")
-    if alpha_warmup_iters and settings["residual"] != "nag":
-        fail(f"alpha_warmup_iters={alpha_warmup_iters} needs residual='nag', the only mode that has it")
-    if bhyt_interval != 100 and settings["residual"] not in PREDICTS_VARIANCE:
-        fail(f"bhyt_interval={bhyt_interval} needs residual={' or '.join(map(repr, PREDICTS_VARIANCE))}")
-    if sft_data is not None and settings["bhyt_causal"]:
-        fail("bhyt_causal counts tokens from the start of a row, where sft_data packs several conversations")
+    residual = RESIDUALS.get(settings["residual"])
+    if alpha_warmup_iters and not hasattr(residual, "turn"):
+        fail(f"alpha_warmup_iters={alpha_warmup_iters} needs a mode that rotates, such as residual='nag'")
+    if bhyt_interval != 100 and not hasattr(residual, "refresh"):
+        fail(f"bhyt_interval={bhyt_interval} needs a mode that predicts a variance, such as residual='bhyt'")
     if settings["bf16_stream"] and dtype == "float32":
         fail("bf16_stream=True needs dtype='bfloat16'")
     if shard == "fsdp" and world == 1:
@@ -183,7 +183,6 @@ def check_settings():
         fail(f"lora_rank={lora_rank} adapts a trained model: give init_from a checkpoint, and shard='none'")
 
 
-PREDICTS_VARIANCE = ("bhyt", "prenorm_approx")
 rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 main = rank == 0
 if branch_from is not None and init_from not in ("scratch", "auto"):
@@ -322,14 +321,14 @@ def save(kind):
         "flops": flops, "expected_flops": expected_flops, "lora": adapters, "run_id": run_id,
     }  # fmt: skip
     files = {"newest": checkpoint.NEWEST, "kept": f"ckpt_{step:06d}.pt", "best": "ckpt_best.pt"}
-    folders = {"newest": f"ckpt_{step:06d}", "kept": f"kept_{step:06d}", "best": "best"}
+    folders = {"newest": f"ckpt_{step:06d}", "kept": f"kept_{step:06d}", "best": f"best_{step:06d}"}
     path = os.path.join(out_dir, (folders if shard == "fsdp" else files)[kind])
     try:
         if shard == "fsdp":
             checkpoint.save_sharded(path, state)
         elif main:
             checkpoint.save(path, state)
-        if main and kind == "newest":
+        if main and (kind == "newest" or (kind == "best" and shard == "fsdp")):
             checkpoint.remove_older(out_dir, path)
     except checkpoint.SAVE_ERRORS as error:
         fail(f"step {step} could not be saved as {path}, the checkpoints before it are intact: {error}")
@@ -460,7 +459,7 @@ def validate():
         if sft_data is not None:  # val_loss is that of answers; this one shows what fine-tuning forgets
             text, indices = pretraining, spread(pretraining, eval_tokens, val_part)
             seen["pretraining_loss"] = loss_on(text, indices)
-        if config.residual == "nag":
+        if hasattr(RESIDUALS[config.residual], "turn"):
             x, _ = next(eval_batches(text, indices, sequences, device))
             seen["gates"] = gate_health(model, x)
             if main and step >= alpha_warmup_iters and seen["gates"]["dead"] > 0.1 * 2 * config.n_layer:

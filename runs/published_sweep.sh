@@ -11,7 +11,7 @@ shift 2
 run() { # name, arguments
     out=$folder/$1
     shift
-    if [ -e "$out/ckpt.pt" ]; then set -- "$@" --init_from=resume; fi
+    if ls "$out"/ckpt* > /dev/null 2>&1; then set -- "$@" --init_from=resume; fi
     torchrun --standalone --nproc_per_node="$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')" \
         train.py "$@" --out_dir="$out" || echo "$out did not finish" >&2
 }
