@@ -36,7 +36,9 @@ def select(x, index):
     if x.size(1) == 0:  # no token runs
         return x.new_zeros(*index.shape, *x.shape[2:])
     wide = index.view(*index.shape, *[1] * (x.dim() - 2))
-    return x.gather(1, wide.clamp(min=0).expand(*index.shape, *x.shape[2:])).masked_fill(wide < 0, 0)
+    return x.gather(1, wide.clamp(min=0).expand(*index.shape, *x.shape[2:])).masked_fill(
+        wide < 0, 0
+    )
 
 
 class GatherRows(torch.autograd.Function):
@@ -65,18 +67,26 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         C, D, bias = config.n_embd, config.n_embd // config.n_head, config.bias
-        self.n_head, self.n_kv_head, self.dropout = config.n_head, config.n_kv_head or config.n_head, config.dropout
+        self.n_head, self.n_kv_head, self.dropout = (
+            config.n_head,
+            config.n_kv_head or config.n_head,
+            config.dropout,
+        )
         self.wq = nn.Linear(C, self.n_head * D, bias)
         self.wk = nn.Linear(C, self.n_kv_head * D, bias)
         self.wv = nn.Linear(C, self.n_kv_head * D, bias)
         self.wo = nn.Linear(self.n_head * D, C, bias)
-        self.q_norm, self.k_norm = (RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk")
+        self.q_norm, self.k_norm = (
+            RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"
+        )
 
     def query(self, h, rope):
         return rotary(self.q_norm(self.heads(self.wq(h))), rope)  # (B, H, T, D)
 
     def key_value(self, h, rope):
-        return rotary(self.k_norm(self.heads(self.wk(h))), rope), self.heads(self.wv(h))  # (B, G, T, D) each
+        return rotary(self.k_norm(self.heads(self.wk(h))), rope), self.heads(
+            self.wv(h)
+        )  # (B, G, T, D) each
 
     def heads(self, x):
         return x.unflatten(-1, (-1, self.wq.out_features // self.n_head)).transpose(1, 2)
@@ -86,11 +96,20 @@ class Attention(nn.Module):
         k, v = self.key_value(h, rope)
         at = torch.arange(h.size(1), device=h.device)  # positions of the queries among the keys
         if cache is not None:
-            past_k, past_v, at = cache  # (B, G, L, D) twice, and the T positions that are being filled
-            k, v = past_k.index_copy_(2, at, k.to(past_k.dtype)), past_v.index_copy_(2, at, v.to(past_v.dtype))
+            past_k, past_v, at = (
+                cache  # (B, G, L, D) twice, and the T positions that are being filled
+            )
+            k, v = (
+                past_k.index_copy_(2, at, k.to(past_k.dtype)),
+                past_v.index_copy_(2, at, v.to(past_v.dtype)),
+            )
         query_docs, mask = docs, None
         if rows is not None:
-            h, at, rope = gather_rows(h, rows), at[rows[0]], tuple(table[rows[0]][:, None] for table in rope)
+            h, at, rope = (
+                gather_rows(h, rows),
+                at[rows[0]],
+                tuple(table[rows[0]][:, None] for table in rope),
+            )
             query_docs = None if docs is None else gather_rows(docs, rows)
         if not (cache is None and rows is None and docs is None):
             mask = torch.arange(k.size(2), device=k.device) <= at[..., None]  # (T, L) or (B, k, L)
@@ -114,7 +133,10 @@ def cpu_attention(q, k, v, mask, chunk):
     Products of whole tiles are faster by more than what they compute in vain: hence the rounding to 16 and 32."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     n, T, out = q.size(2), k.size(2), []
-    chunks, at = -(-T // chunk), torch.arange(T, device=q.device)  # as many whatever n is, for n moves and T does not
+    chunks, at = (
+        -(-T // chunk),
+        torch.arange(T, device=q.device),
+    )  # as many whatever n is, for n moves and T does not
     cuts = [i * n // chunks // 16 * 16 for i in range(chunks)] + [n]
     for start, end in zip(cuts, cuts[1:]):
         keys = torch.sym_min(T, -(-(T - n + end) // 32) * 32)

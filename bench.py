@@ -135,12 +135,16 @@ def configs(settings):
     """{name: the configuration of each mode}, the same mode twice under two names"""
     base, made = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)}), {}
     for mode in modes.split(","):
-        made[mode + " again" * (mode in made)] = replace(base, residual=mode, **settings_of_others(mode))
+        made[mode + " again" * (mode in made)] = replace(
+            base, residual=mode, **settings_of_others(mode)
+        )
     return made
 
 
 def autocast(on=None):
-    return torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == "bfloat16" if on is None else on)
+    return torch.autocast(
+        device.split(":")[0], torch.bfloat16, enabled=dtype == "bfloat16" if on is None else on
+    )
 
 
 def tokens(config, rows):
@@ -155,7 +159,10 @@ def stepper(config, bfloat16=None, compile=True, fused=True, **spend):
         setattr(model, key, value)
     if compile:
         model.compile_blocks()
-    optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused), tokens(config, batch_size)
+    optimizer, x = (
+        torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused),
+        tokens(config, batch_size),
+    )
 
     def step():
         with autocast(bfloat16):
@@ -193,7 +200,9 @@ def forward(settings, copy, matmul):
         model = GPT(replace(config, n_layer=1)).to(device, getattr(torch, dtype)).eval()
         block, rope = torch.compile(model.blocks[0]), (model.cos, model.sin)
         e = model.embed(tokens(config, batch_size)).detach()
-        stream = model.ends.embed(e)._replace(at=torch.arange(config.block_size, device=device)[:, None])
+        stream = model.ends.embed(e)._replace(
+            at=torch.arange(config.block_size, device=device)[:, None]
+        )
 
         @torch.no_grad()
         def run(block=block, stream=stream, rope=rope):
@@ -202,12 +211,18 @@ def forward(settings, copy, matmul):
         head = 2 * 3 * config.n_embd * config.vocab_size
         flops = batch_size * config.block_size * (model.flops_per_token() - head) / 3
         runs[name], notes[name] = replayed(run), flops / matmul
-    return compare("forward, one block", runs, lambda name, t: f"{notes[name] / t[name]:.0%} of the matrix rate")
+    return compare(
+        "forward, one block",
+        runs,
+        lambda name, t: f"{notes[name] / t[name]:.0%} of the matrix rate",
+    )
 
 
 def counted(run):
     """What the compiler makes of the first run of something; None if it was compiled before"""
-    log = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")  # while it listens, bytes are counted
+    log = logging.getLogger(
+        "torch._inductor.compile_fx.__inductor_metrics"
+    )  # while it listens, bytes are counted
     log.propagate = False
     log.setLevel(logging.INFO)
     metrics.reset()
@@ -228,7 +243,10 @@ def residual(settings, copy, matmul):
     shape = (batch_size, next(iter(kinds.values())).block_size, next(iter(kinds.values())).n_embd)
     for name, config in kinds.items():
         block = GPT(replace(config, n_layer=1)).to(device).blocks[0]
-        x, f1, f2 = (torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(3))
+        x, f1, f2 = (
+            torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_()
+            for _ in range(3)
+        )
         g, g_lane = torch.randn_like(x), torch.randn(*shape[:2], 1, device=device)
         lane = torch.zeros(*shape[:2], 1, device=device) if config.residual == "nag" else None
         at = torch.arange(shape[1], device=device)[:, None]
@@ -238,16 +256,27 @@ def residual(settings, copy, matmul):
         def both(x, f1, f2, block=block, lane=lane, at=at):
             h1, stream = block.attn_residual.read(block.mlp_residual.write(Stream(x, lane, at), f1))
             h2, stream = block.mlp_residual.read(block.attn_residual.write(stream, f2))
-            return h1, h2, *([] if h2 is stream.x else [stream.x]), *([] if lane is None else [stream.lane])
+            return (
+                h1,
+                h2,
+                *([] if h2 is stream.x else [stream.x]),
+                *([] if lane is None else [stream.lane]),
+            )
 
         def run(both=both, inputs=inputs, grads=(g, g_lane)):
             with autocast():
                 outputs = both(*inputs[:3])
-            torch.autograd.grad(outputs, inputs, [grads[y.size(-1) == 1] for y in outputs], allow_unused=True)
+            torch.autograd.grad(
+                outputs, inputs, [grads[y.size(-1) == 1] for y in outputs], allow_unused=True
+            )
 
-        made[name] = counted(run) or made[name.removesuffix(" again")]  # they share what is compiled
+        made[name] = (
+            counted(run) or made[name.removesuffix(" again")]
+        )  # they share what is compiled
         runs[name] = replayed(run)
-    floor = 2 * 8 * x.numel() * x.element_size() / copy  # 8 passes a sublayer: pre-norm and BHyT 4 + 4, NAG 3 + 6
+    floor = (
+        2 * 8 * x.numel() * x.element_size() / copy
+    )  # 8 passes a sublayer: pre-norm and BHyT 4 + 4, NAG 3 + 6
 
     def note(name, t):
         of = made[name]
@@ -285,7 +314,9 @@ def cold(settings, copy, matmul):
     for name, config in configs(settings).items():
         first, *later = apart(first_steps, config)
         report[name] = {"first": first, "later": min(later)}
-        print(f"{name}, {config.n_layer} blocks: first step {first:.1f} s, a later one {min(later):.1f} s")
+        print(
+            f"{name}, {config.n_layer} blocks: first step {first:.1f} s, a later one {min(later):.1f} s"
+        )
     return report
 
 
@@ -299,9 +330,12 @@ def recipe(settings, copy, matmul):
     }
     flops = batch_size * config.block_size * GPT(config).flops_per_token()
     steps = {
-        name: stepper(replace(config, bf16_stream="stream" in name), **options)[0] for name, options in how.items()
+        name: stepper(replace(config, bf16_stream="stream" in name), **options)[0]
+        for name, options in how.items()
     }
-    return compare("training step", steps, lambda name, t: f"{flops / t[name] / matmul:.0%} of the matrix rate")
+    return compare(
+        "training step", steps, lambda name, t: f"{flops / t[name] / matmul:.0%} of the matrix rate"
+    )
 
 
 def saved(config, spend):
@@ -310,7 +344,9 @@ def saved(config, spend):
     step, model, optimizer = stepper(config, compile=False, **spend)
     bytes_of, x = {}, tokens(config, batch_size)
     if model.recompute:  # what goes into each block, which no hook gets to see
-        bytes_of["inputs"] = config.n_layer * x.numel() * (config.n_embd * (2 if config.bf16_stream else 4) + 4)
+        bytes_of["inputs"] = (
+            config.n_layer * x.numel() * (config.n_embd * (2 if config.bf16_stream else 4) + 4)
+        )
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(t):
@@ -342,7 +378,10 @@ def needed(config, spend):
 
 def memory(settings, copy, matmul):
     """Eager, since a compiled block hides what it keeps"""
-    options = {"": {}, ", loss in 8 chunks": {"loss_chunk": batch_size * settings["block_size"] // 8}}
+    options = {
+        "": {},
+        ", loss in 8 chunks": {"loss_chunk": batch_size * settings["block_size"] // 8},
+    }
     options[", recompute"] = {"recompute": True}
     options[", both"] = options[", loss in 8 chunks"] | options[", recompute"]
     report = {}
@@ -359,10 +398,17 @@ def generate(settings, copy, matmul):
     report, news = {}, list(map(int, new_tokens.split(",")))
     longest = prompt_tokens + max(news)
     for rows in map(int, batches_of.split(",")):
-        prompts, decoders, forwards, weights = {}, {new: {} for new in news}, {new: {} for new in news}, {}
+        prompts, decoders, forwards, weights = (
+            {},
+            {new: {} for new in news},
+            {new: {} for new in news},
+            {},
+        )
         for name, config in configs(settings).items():
             torch.manual_seed(0)
-            model = GPT(replace(config, block_size=longest)).to(device).to(getattr(torch, dtype)).eval()
+            model = (
+                GPT(replace(config, block_size=longest)).to(device).to(getattr(torch, dtype)).eval()
+            )
             weights[name] = sum(p.numel() * p.element_size() for p in model.parameters())
             if config.residual in FOLDS:
                 FOLDS[config.residual](model)
@@ -393,7 +439,9 @@ def generate(settings, copy, matmul):
         buffer = torch.ones(next(iter(weights.values())) // 4, device=device)
         at_once = f"{rows} at once"
         report[f"prompt, {at_once}"] = compare(
-            f"prompt, {at_once}", prompts, lambda name, t: f"{rows * prompt_tokens / t[name]:.0f} tokens/s"
+            f"prompt, {at_once}",
+            prompts,
+            lambda name, t: f"{rows * prompt_tokens / t[name]:.0f} tokens/s",
         )
         for new in news:
 
@@ -410,7 +458,9 @@ def generate(settings, copy, matmul):
             key = f"{new} new, {at_once}"
             report[key] = compare(key, decoders[new] | {"the weights": bare}, note)
             key = f"a token, no cache, {new} new, {at_once}"
-            report[key] = compare(key, forwards[new], lambda name, t: f"{rows / t[name]:.1f} tokens/s")
+            report[key] = compare(
+                key, forwards[new], lambda name, t: f"{rows / t[name]:.1f} tokens/s"
+            )
     return report
 
 
@@ -419,7 +469,11 @@ def mod(settings, copy, matmul):
     config, report = next(iter(configs(settings).values())), {}
     forwards, steps, executed = {}, {}, {}
     for rate in map(float, rates.split(",")):
-        on = dict(mod_on="both", mod_rate=rate, mod_router="nag" if config.residual == "nag" else "learned")
+        on = dict(
+            mod_on="both",
+            mod_rate=rate,
+            mod_router="nag" if config.residual == "nag" else "learned",
+        )
         step, model, _ = stepper(replace(config, **on) if rate else config)
         found = routers(model)
         for router, more in zip(found, torch.linspace(-0.1, 0.1, len(found)).tolist()):
@@ -452,18 +506,27 @@ def data(settings, copy, matmul):
             count = sum(map(len, encoding.encode_ordinary_batch(texts, num_threads=1)))
             report.setdefault("bare", []).append(count / (time.perf_counter() - began))
             began = time.perf_counter()
-            count = sum(len(ids) for results in in_order(pool, jobs, 4 * cores) for _, _, ids in results)
+            count = sum(
+                len(ids) for results in in_order(pool, jobs, 4 * cores) for _, _, ids in results
+            )
             report.setdefault("prepare", []).append(count / (time.perf_counter() - began))
     bare, ours = (statistics.median(report[k]) for k in ("bare", "prepare"))
     loader = Loader(Windows(data_dir, "train", settings["block_size"]), batch_size, 1, seed=1)
-    report["loader_s"] = statistics.median(seconds(lambda: loader.fetch(step, 0)) for step in range(100))
+    report["loader_s"] = statistics.median(
+        seconds(lambda: loader.fetch(step, 0)) for step in range(100)
+    )
     print(f"a batch of {batch_size} x {settings['block_size']}: {report['loader_s'] * 1e3:.2f} ms")
     share = f"{ours / bare / cores:.0%} of {cores} x the bare rate"
-    print(f"bare tokenizer, one thread: {bare / 1e6:.2f} M tokens/s; {cores} processes: {ours / 1e6:.2f}, {share}")
+    print(
+        f"bare tokenizer, one thread: {bare / 1e6:.2f} M tokens/s; {cores} processes: {ours / 1e6:.2f}, {share}"
+    )
     return report
 
 
-PARTS = {part.__name__: part for part in (forward, residual, train, cold, recipe, memory, generate, mod, data)}
+PARTS = {
+    part.__name__: part
+    for part in (forward, residual, train, cold, recipe, memory, generate, mod, data)
+}
 QUICK = "--what=forward,residual,train,generate --modes=prenorm,nag --n_layer=2 --rounds=3 --batch_size=2"
 QUICK += " --prompt_tokens=64 --new_tokens=32 --batches_of=1"
 
@@ -481,7 +544,9 @@ def main():
             GPT(replace(config, n_layer=1))
     except ValueError as error:  # of a name or a shape
         raise SystemExit(f"bench.py: {error}")
-    torch._dynamo.config.recompile_limit = 256  # many modes are timed in one process, and each must be compiled
+    torch._dynamo.config.recompile_limit = (
+        256  # many modes are timed in one process, and each must be compiled
+    )
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     name = device_name(torch.device(device))
     copy, matmul = floors()

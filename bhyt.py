@@ -108,7 +108,10 @@ class PreNormApprox(PreNorm):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         refuse(config, config.residual, norm="rms")
-        self.first, self.T = layer % 2 == 1, config.bhyt_context or config.block_size  # attention comes first in a block
+        self.first, self.T = (
+            layer % 2 == 1,
+            config.bhyt_context or config.block_size,
+        )  # attention comes first in a block
         if self.first:
             self.register_buffer("c", torch.zeros(1))
 
@@ -162,13 +165,21 @@ def fold(model):
         readers = [getattr(mlp, name, None) for mlp in mlps for name in ("router", "up", "gate")]
         for residual, router, linears in (
             (block.attn_residual, block.attn_router, [block.attn.wq, block.attn.wk, block.attn.wv]),
-            (block.mlp_residual, block.mlp_router, [linear for linear in readers if linear is not None]),
+            (
+                block.mlp_residual,
+                block.mlp_router,
+                [linear for linear in readers if linear is not None],
+            ),
         ):
             norm = residual.norm
-            weights = [linear if isinstance(linear, nn.Parameter) else linear.weight for linear in linears]
+            weights = [
+                linear if isinstance(linear, nn.Parameter) else linear.weight for linear in linears
+            ]
             weights += [router.w] if router is not None and router.learned else []
             if any(hasattr(linear, "plain") and linear.plain is None for linear in linears):
-                raise ValueError("an adapter reads what it has learnt to, gamma included: merge it first")
+                raise ValueError(
+                    "an adapter reads what it has learnt to, gamma included: merge it first"
+                )
             with torch.no_grad():
                 for w in weights:
                     w.mul_(norm.gain)

@@ -52,7 +52,11 @@ READ_ERRORS = (*SAVE_ERRORS, ValueError, KeyError, TypeError, EOFError, pickle.U
 def newest(out_dir):
     """The path of a run's newest complete checkpoint, or None."""
     file = os.path.join(out_dir, NEWEST)
-    folders = [p for p in glob.glob(os.path.join(out_dir, "ckpt_*")) if re.fullmatch(r"ckpt_\d+", os.path.basename(p))]
+    folders = [
+        p
+        for p in glob.glob(os.path.join(out_dir, "ckpt_*"))
+        if re.fullmatch(r"ckpt_\d+", os.path.basename(p))
+    ]
     folder = max(folders, key=step_of, default=None)
     if folder is None or not os.path.exists(file):
         return folder or (file if os.path.exists(file) else None)
@@ -101,7 +105,9 @@ def migrate(state, path):
     """Bring an older format up to date where that is safe, and refuse it in one line where it is not."""
     version = state.get("format", 1)
     if version > FORMAT:
-        raise SystemExit(f"{path} has format {version}, this code reads up to {FORMAT}: update the code")
+        raise SystemExit(
+            f"{path} has format {version}, this code reads up to {FORMAT}: update the code"
+        )
     if version == 1:
         settings = state["settings"]
         if isinstance(settings.get("warmup_iters"), float):  # was a share of all steps
@@ -111,12 +117,18 @@ def migrate(state, path):
         state["config"] = {k: v for k, v in config.items() if k not in removed or v != removed[k]}
         if config.get("moe_experts"):
             experts = config["moe_experts"]
-            raise SystemExit(f"{path} has format 1 and moe_experts={experts}: experts had another layout then")
+            raise SystemExit(
+                f"{path} has format 1 and moe_experts={experts}: experts had another layout then"
+            )
     known = {field.name: field.default for field in fields(GPTConfig)}
     for name, value in state["config"].items():
         if name not in known:
-            raise SystemExit(f"{path} has format {version} and {name}={value!r}, which this code no longer has")
-    state["config"] = known | state["config"]  # settings that came later have the old behaviour as their default
+            raise SystemExit(
+                f"{path} has format {version} and {name}={value!r}, which this code no longer has"
+            )
+    state["config"] = (
+        known | state["config"]
+    )  # settings that came later have the old behaviour as their default
     return state
 
 
@@ -126,14 +138,19 @@ def restore(state, optimizers):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if "optimizers" in state:
             kept = state["optimizers"][i]
-            kept = {j: {k: shard_like(x, params[j]) for k, x in entry.items()} for j, entry in kept.items()}
+            kept = {
+                j: {k: shard_like(x, params[j]) for k, x in entry.items()}
+                for j, entry in kept.items()
+            }
         else:
             kept = {}
             of_param = lambda name: params[int(name.partition(".")[0])]
             for name, x in read_tensors(state["path"], f"optimizers.{i}", of_param).items():
                 j, _, key = name.partition(".")
                 kept.setdefault(int(j), {})[key] = x
-        optimizer.load_state_dict({"state": kept, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.load_state_dict(
+            {"state": kept, "param_groups": optimizer.state_dict()["param_groups"]}
+        )
 
 
 def shard_like(x, p):
@@ -166,7 +183,10 @@ def save_sharded(path, state):
             tensors |= {f"optimizers.{i}.{j}.{name}": x for name, x in entry.items()}
     save_parts(tensors, storage_writer=Writer(tmp, thread_count=1))
     if main:
-        save(os.path.join(tmp, "state.pt"), {k: v for k, v in state.items() if k not in ("model", "optimizers")})
+        save(
+            os.path.join(tmp, "state.pt"),
+            {k: v for k, v in state.items() if k not in ("model", "optimizers")},
+        )
         remove(path)  # a kept one may exist, if the run went back to an older checkpoint
         os.rename(tmp, path)
     dist.barrier()
@@ -204,7 +224,9 @@ class Writer(FileSystemWriter):
             parts = []
             for chunk in tensor.chunks:
                 at = where[MetadataIndex(name, chunk.offsets)]
-                parts.append([[*chunk.offsets], [*chunk.sizes], at.relative_path, at.offset, at.length])
+                parts.append(
+                    [[*chunk.offsets], [*chunk.sizes], at.relative_path, at.offset, at.length]
+                )
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             index[name] = {"dtype": dtype, "size": [*tensor.size], "parts": parts}
         write_json(os.path.join(self.path, "index.json"), index)
@@ -246,9 +268,15 @@ def read_tensors(folder, prefix, like=None):
             if name.startswith(prefix + "."):
                 p = like(name.removeprefix(prefix + ".")) if like else None
                 sharded = isinstance(p, DTensor) and list(p.shape) == tensor["size"]
-                tensors[name] = torch.empty_like(p) if sharded else torch.empty(tensor["size"], dtype=tensor["dtype"])
+                tensors[name] = (
+                    torch.empty_like(p)
+                    if sharded
+                    else torch.empty(tensor["size"], dtype=tensor["dtype"])
+                )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that nothing is distributed; each rank reads by itself
+            warnings.simplefilter(
+                "ignore"
+            )  # torch warns that nothing is distributed; each rank reads by itself
             load_parts(tensors, storage_reader=Reader(folder), no_dist=True)
     except READ_ERRORS as error:
         raise SystemExit(f"{folder} is no complete checkpoint: {describe(error)}")

@@ -46,7 +46,9 @@ def configure(namespace, *dataclasses, argv):
     for source, key, value in overrides(argv, known):
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
-            raise SystemExit(f"{source}: there is no setting {key!r}; the nearest is {near!r}; --help lists them all")
+            raise SystemExit(
+                f"{source}: there is no setting {key!r}; the nearest is {near!r}; --help lists them all"
+            )
         given[key] = convert(source, key, value, known[key].types)
     values = {key: setting.default for key, setting in known.items()} | given
     namespace.update({key: values[key] for key in own})
@@ -57,7 +59,9 @@ def read_settings(text, of=None):
     """The settings that a script, or the dataclass `of` in it, declares: {name: Setting}"""
     body = ast.parse(text).body
     if of is not None:
-        body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == of).body
+        body = next(
+            node for node in body if isinstance(node, ast.ClassDef) and node.name == of
+        ).body
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
     settings = {}
@@ -72,7 +76,9 @@ def read_settings(text, of=None):
         default, types = ast.literal_eval(node.value), None
         if isinstance(node, ast.AnnAssign):
             types = tuple(TYPES[t.strip()] for t in ast.unparse(node.annotation).split("|"))
-        settings[name] = Setting(default, types or (type(default),), comments.get(node.end_lineno, ""))
+        settings[name] = Setting(
+            default, types or (type(default),), comments.get(node.end_lineno, "")
+        )
     return settings
 
 
@@ -103,7 +109,9 @@ def read_file(path):
     except FileNotFoundError:
         raise SystemExit(f"{path}: no such config file; settings are written --key=value")
     except (OSError, ValueError, SyntaxError) as error:
-        raise SystemExit(f"{path}: not a readable config file ({error}); settings are written --key=value")
+        raise SystemExit(
+            f"{path}: not a readable config file ({error}); settings are written --key=value"
+        )
     for node in body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
@@ -111,7 +119,9 @@ def read_file(path):
             (target,) = node.targets
             yield path, target.id, ast.literal_eval(node.value)
         except (AttributeError, ValueError, TypeError):
-            raise SystemExit(f"{path}, line {node.lineno}: expected key = literal, got {ast.unparse(node)!r}")
+            raise SystemExit(
+                f"{path}, line {node.lineno}: expected key = literal, got {ast.unparse(node)!r}"
+            )
 
 
 def convert(source, key, value, types):

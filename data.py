@@ -20,7 +20,9 @@ from itertools import islice
 import numpy as np
 import tiktoken
 
-HEADER = struct.Struct("<8sII Q 32s 8x")  # magic, version, bytes a token, tokens, sha256 of the tokenizer: 64 bytes
+HEADER = struct.Struct(
+    "<8sII Q 32s 8x"
+)  # magic, version, bytes a token, tokens, sha256 of the tokenizer: 64 bytes
 MAGIC, VERSION = b"resshard", 1
 EOT = "<|endoftext|>"
 PATIENCE = 3600  # seconds without a new record from the hub, after which reading gives up
@@ -67,13 +69,17 @@ def get_tokenizer(name):
     """
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
-        return tiktoken.Encoding(name, pat_str=r"[\s\S]{1,32}", mergeable_ranks=ranks, special_tokens={EOT: 256})
+        return tiktoken.Encoding(
+            name, pat_str=r"[\s\S]{1,32}", mergeable_ranks=ranks, special_tokens={EOT: 256}
+        )
     if name.endswith(".tiktoken"):
         if not os.path.exists(name):
             raise SystemExit(f"{name}: no such tokenizer file")
         lines = [line.split() for line in open(name, "rb") if line.strip()]
         ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-        return tiktoken.Encoding(name, pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={EOT: len(ranks)})
+        return tiktoken.Encoding(
+            name, pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={EOT: len(ranks)}
+        )
     if name not in tiktoken.list_encoding_names():
         names = ", ".join(tiktoken.list_encoding_names())
         raise SystemExit(f"tokenizer={name!r}: choose bytes, a .tiktoken file, or one of {names}")
@@ -113,7 +119,13 @@ def read_documents(path, column="text"):
         return
     from datasets import load_dataset
 
-    kinds = {".json.gz": "json", ".jsonl": "json", ".jsonl.gz": "json", ".parquet": "parquet", ".txt": "text"}
+    kinds = {
+        ".json.gz": "json",
+        ".jsonl": "json",
+        ".jsonl.gz": "json",
+        ".parquet": "parquet",
+        ".txt": "text",
+    }
     kind = next((kind for ending, kind in kinds.items() if path.endswith(ending)), None)
     if kind is None:
         raise SystemExit(f"{path}: expected a file that ends in {', '.join(kinds)}")
@@ -121,7 +133,9 @@ def read_documents(path, column="text"):
     load = partial(load_dataset, kind, data_files=[path], split="train", streaming=True, **options)
     for n, record in enumerate(read_hub(path, load) if path.startswith("hf://") else load()):
         if not isinstance(record.get(column), str):
-            raise SystemExit(f"{path}: record {n} has no {column}: C4's records are {{'text': ..., 'url': ...}}")
+            raise SystemExit(
+                f"{path}: record {n} has no {column}: C4's records are {{'text': ..., 'url': ...}}"
+            )
         yield record[column]
 
 
@@ -175,7 +189,9 @@ def read_hub(path, load):
 def read_meta(directory):
     path = os.path.join(directory, "meta.json")
     if not os.path.exists(path):
-        raise SystemExit(f"{directory} holds no prepared data (no meta.json): run python prepare_c4.py first")
+        raise SystemExit(
+            f"{directory} holds no prepared data (no meta.json): run python prepare_c4.py first"
+        )
     return json.load(open(path))
 
 
@@ -189,20 +205,31 @@ def open_shard(path, meta, expected):
         raise SystemExit(f"{path} is no shard: it starts with {head[:8]!r}, not {MAGIC!r}")
     _, version, itemsize, tokens, digest = HEADER.unpack(head)
     if version != VERSION:
-        raise SystemExit(f"{path} has format version {version}, this code reads {VERSION}: prepare the data again")
+        raise SystemExit(
+            f"{path} has format version {version}, this code reads {VERSION}: prepare the data again"
+        )
     if digest.hex() != meta["tokenizer_sha256"] or itemsize != dtype.itemsize:
-        raise SystemExit(f"{path} was made with another tokenizer than meta.json says: prepare the data again")
+        raise SystemExit(
+            f"{path} was made with another tokenizer than meta.json says: prepare the data again"
+        )
     if tokens != expected:
-        raise SystemExit(f"{path} holds {tokens} tokens, meta.json says {expected}: prepare the data again")
+        raise SystemExit(
+            f"{path} holds {tokens} tokens, meta.json says {expected}: prepare the data again"
+        )
     if size != HEADER.size + tokens * itemsize:
-        raise SystemExit(f"{path} is truncated: it has {size} bytes, its header promises {tokens} tokens")
+        raise SystemExit(
+            f"{path} is truncated: it has {size} bytes, its header promises {tokens} tokens"
+        )
     return np.memmap(path, dtype, "r", HEADER.size)
 
 
 def split_sha256(directory, shards):
     """sha256 that identifies the content of a split. meta.json has the hash of each shard that prepare_c4.py wrote;
     older folders lack it, and then the files are read."""
-    hashes = [shard.get("sha256") or file_sha256(os.path.join(directory, shard["file"])) for shard in shards]
+    hashes = [
+        shard.get("sha256") or file_sha256(os.path.join(directory, shard["file"]))
+        for shard in shards
+    ]
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
@@ -212,9 +239,13 @@ class Windows:
     def __init__(self, directory, split, T):
         meta = read_meta(directory)
         if not meta["splits"][split]["complete"]:
-            raise SystemExit(f"{directory}: preparation of {split} was cut short: run prepare_c4.py again to finish it")
+            raise SystemExit(
+                f"{directory}: preparation of {split} was cut short: run prepare_c4.py again to finish it"
+            )
         shards = meta["splits"][split]["shards"]
-        self.shards = [open_shard(os.path.join(directory, s["file"]), meta, s["tokens"]) for s in shards]
+        self.shards = [
+            open_shard(os.path.join(directory, s["file"]), meta, s["tokens"]) for s in shards
+        ]
         self.T, self.meta, self.sha256 = T, meta, split_sha256(directory, shards)
         self.ends = np.cumsum([(len(shard) - 1) // T for shard in self.shards], dtype=np.int64)
         if not len(self.ends) or self.ends[-1] == 0:
@@ -254,7 +285,12 @@ class Loader:
     """
 
     def __init__(self, windows, batch_size, micro_steps, seed, rank=0, world=1, device="cpu"):
-        self.windows, self.batch_size, self.micro_steps, self.seed = windows, batch_size, micro_steps, seed
+        self.windows, self.batch_size, self.micro_steps, self.seed = (
+            windows,
+            batch_size,
+            micro_steps,
+            seed,
+        )
         self.rank, self.world, self.device = rank, world, device
         self.epoch, self.order = None, None
         self.thread, self.ahead = ThreadPoolExecutor(1), (None, None)
@@ -266,7 +302,10 @@ class Loader:
     def shuffled(self, k):
         epoch, i = divmod(k, len(self.windows))
         if epoch != self.epoch:
-            self.epoch, self.order = epoch, np.random.default_rng((self.seed, epoch)).permutation(len(self.windows))
+            self.epoch, self.order = (
+                epoch,
+                np.random.default_rng((self.seed, epoch)).permutation(len(self.windows)),
+            )
         return int(self.order[i])
 
     def fetch(self, step, micro):
@@ -275,7 +314,11 @@ class Loader:
     def batch(self, step, micro):
         """Inputs and targets (batch_size, T), and whatever else a row holds, on the device."""
         key, future = self.ahead
-        parts = future.result() if key == (step, micro) else self.thread.submit(self.fetch, step, micro).result()
+        parts = (
+            future.result()
+            if key == (step, micro)
+            else self.thread.submit(self.fetch, step, micro).result()
+        )
         micro += 1
         key = (step + micro // self.micro_steps, micro % self.micro_steps)
         self.ahead = key, self.thread.submit(self.fetch, *key)
@@ -309,6 +352,8 @@ def eval_batches(windows, indices, batch_size, device, rank=0, world=1):
     count = len(indices)
     for first in range(0, count, batch_size * world):
         places = range(first + rank, first + batch_size * world, world)
-        x, y, *more = (t.to(device) for t in to_batch([windows[indices[i % count]] for i in places], device))
+        x, y, *more = (
+            t.to(device) for t in to_batch([windows[indices[i % count]] for i in places], device)
+        )
         y[[i >= count for i in places]] = -1
         yield x, y, *more

@@ -25,7 +25,10 @@ def walk(model, x):
     for block in model.blocks:
         if sharded:
             block.unshard()
-        for sublayer, residual in ((block.attn, block.attn_residual), (block.mlp, block.mlp_residual)):
+        for sublayer, residual in (
+            (block.attn, block.attn_residual),
+            (block.mlp, block.mlp_residual),
+        ):
             h, before = residual.read(stream)
             stream = block.attend(stream, rope) if sublayer is block.attn else block.feed(stream)
             yield sublayer, residual, h, before, stream
@@ -45,7 +48,11 @@ def gate_health(model, x):
     a = torch.stack([residual.turn(before.x).abs() for _, residual, _, before, _ in walk(model, x)])
     model.train(training)
     mean = a.flatten(1).mean(1)  # of (2 n_layer, B, T, 1)
-    return {"a": mean.tolist(), "floor": float((a < DEAD).float().mean()), "dead": int((mean < DEAD).sum())}
+    return {
+        "a": mean.tolist(),
+        "floor": float((a < DEAD).float().mean()),
+        "dead": int((mean < DEAD).sum()),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,8 +112,14 @@ def look(model, x, y):
     logp = F.linear(*model.ends.readout(stream, model.head.weight)).float().log_softmax(-1)
     entropy, loss = -(logp.exp() * logp).sum(-1), -logp.gather(-1, y[..., None])[..., 0]
     best, guess = logp.max(-1)
-    of_tokens = torch.stack([new.square().mean(-1).log() / 2, entropy, loss, best.exp(), (guess == y).float()])
-    return {k: torch.stack(v) for k, v in seen.items()}, torch.stack(preferred), of_tokens.flatten(1)
+    of_tokens = torch.stack(
+        [new.square().mean(-1).log() / 2, entropy, loss, best.exp(), (guess == y).float()]
+    )
+    return (
+        {k: torch.stack(v) for k, v in seen.items()},
+        torch.stack(preferred),
+        of_tokens.flatten(1),
+    )
 
 
 @torch.no_grad()
@@ -119,15 +132,25 @@ def depth(model, batches):
             sums[key] = sums[key] + values * (len(x) / n)
         preferred = preferred + directions * (len(x) / n)
         of_tokens.append(scalars)
-    report, towards = {key: mean.tolist() for key, mean in sums.items()}, F.normalize(preferred, dim=-1)
+    report, towards = (
+        {key: mean.tolist() for key, mean in sums.items()},
+        F.normalize(preferred, dim=-1),
+    )
     report["similarity"] = (towards @ towards.T).tolist()
     norm, entropy, loss, confidence, right = torch.cat(of_tokens, dim=1)
     flat = norm.std() < 1e-4  # post-norm's is the same for all tokens
     for name, other in (("norm and entropy", entropy), ("norm and loss", loss)):
         report[name] = None if flat else float(torch.corrcoef(torch.stack([norm, other]))[0, 1])
-    report["by norm"] = means_by(norm.argsort().argsort() * 10 // len(norm), norm=norm, entropy=entropy, loss=loss)
-    report["calibration"] = means_by((confidence * 10).long().clamp(max=9), confidence=confidence, accuracy=right)
-    gap = [abs(c - a) * s for c, a, s in zip(*(report["calibration"][k] for k in ("confidence", "accuracy", "share")))]
+    report["by norm"] = means_by(
+        norm.argsort().argsort() * 10 // len(norm), norm=norm, entropy=entropy, loss=loss
+    )
+    report["calibration"] = means_by(
+        (confidence * 10).long().clamp(max=9), confidence=confidence, accuracy=right
+    )
+    gap = [
+        abs(c - a) * s
+        for c, a, s in zip(*(report["calibration"][k] for k in ("confidence", "accuracy", "share")))
+    ]
     report["calibration error"] = sum(gap)
     return report
 
@@ -136,7 +159,9 @@ def means_by(group, **values):
     """Means over the tokens of each group, of those that have any, and the share of the tokens that they are"""
     count = torch.bincount(group)
     filled = count > 0
-    means = {k: (torch.bincount(group, v.double()) / count)[filled].tolist() for k, v in values.items()}
+    means = {
+        k: (torch.bincount(group, v.double()) / count)[filled].tolist() for k, v in values.items()
+    }
     return means | {"share": (count / len(group))[filled].tolist()}
 
 
@@ -145,7 +170,9 @@ def dropped(model, batches):
     """How much the loss rises when a block is left out, one after the other"""
 
     def loss():
-        return sum(float(model(x, y)[1]) * len(x) for x, y in batches) / sum(len(x) for x, _ in batches)
+        return sum(float(model(x, y)[1]) * len(x) for x, y in batches) / sum(
+            len(x) for x, _ in batches
+        )
 
     blocks, losses, complete = model.blocks, [], loss()
     for b in range(len(blocks)):
@@ -159,7 +186,10 @@ def gradients(model, x, y):
     """The norm of the gradient of the loss for the parameters of each block"""
     model.zero_grad()
     model(x, y)[1].backward()
-    squares = [sum(float(p.grad.square().sum()) for p in b.parameters() if p.grad is not None) for b in model.blocks]
+    squares = [
+        sum(float(p.grad.square().sum()) for p in b.parameters() if p.grad is not None)
+        for b in model.blocks
+    ]
     model.zero_grad()
     return [math.sqrt(square) for square in squares]
 

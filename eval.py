@@ -30,14 +30,20 @@ from model import evaluate
 out_dir = "out"  # where the run is; eval.json goes there too
 checkpoint: str | None = None  # a file or folder in out_dir, such as ckpt_best.pt; None: the newest
 data_dir: str | None = None  # shards with a val split; None: those it was trained on
-what: str | None = None  # parts, separated by commas: loss, depth, mod, sample, tasks; None: all but tasks
+what: str | None = (
+    None  # parts, separated by commas: loss, depth, mod, sample, tasks; None: all but tasks
+)
 eval_tokens: int | None = None  # tokens for the loss, evenly spaced over the split; None: all
 val_part = "all"  # of the validation split: all, or one half of its windows: tune or report
-text: str | None = None  # for the loss, in place of val: a text, .jsonl or .parquet file, or a name on the hub
+text: str | None = (
+    None  # for the loss, in place of val: a text, .jsonl or .parquet file, or a name on the hub
+)
 text_column = "text"  # of such records
 text_split = "test"  # of a name on the hub
 depth_tokens = 16384  # validation tokens for depth and mod, evenly spaced over the split
-mod_rate: float | None = None  # let this share of the tokens skip, in place of what it was trained with
+mod_rate: float | None = (
+    None  # let this share of the tokens skip, in place of what it was trained with
+)
 batch_size = 8  # windows at once; that of training finds its compiled blocks again
 prompt = "def "  # what the sample begins with, and the text that mod maps
 max_new_tokens = 200  # length of the sample
@@ -45,13 +51,19 @@ temperature = 0.8  # of the sample; 0: greedy
 top_k: int | None = None  # sample from the likeliest so many; None: all
 top_p: float | None = None  # sample from the likeliest that hold so much; None: all
 seed = 1337  # of the sample
-tasks: str | None = None  # the harness's names, separated by commas; None: the eight of the norm papers
-task_dir: str | None = None  # take tasks from the files here and no others; None: the harness's own, from the hub
+tasks: str | None = (
+    None  # the harness's names, separated by commas; None: the eight of the norm papers
+)
+task_dir: str | None = (
+    None  # take tasks from the files here and no others; None: the harness's own, from the hub
+)
 num_fewshot: int | None = None  # examples before each question; None: as the task has it
 limit: int | None = None  # questions of each task; None: all
 device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
 dtype = "auto"  # of the loss: float32 or bfloat16 autocast; auto: bfloat16 where the hardware computes in it
-compile: bool | None = None  # torch.compile the loss and the sample's steps; None: the loss of much text, if possible
+compile: bool | None = (
+    None  # torch.compile the loss and the sample's steps; None: the loss of much text, if possible
+)
 loss_chunk: int | None = None  # tokens whose logits are in memory at a time; None: as in training
 
 
@@ -85,7 +97,9 @@ def read_texts(source, column, split):
     """The texts of a file, whole or in records, or of a column of a data set on the hub"""
     if os.path.exists(source):
         records = source.endswith((".json.gz", ".jsonl", ".jsonl.gz", ".parquet"))
-        return read_documents(source, column) if records else [open(source, encoding="utf-8").read()]
+        return (
+            read_documents(source, column) if records else [open(source, encoding="utf-8").read()]
+        )
     from datasets import load_dataset
 
     return (record[column] for record in load_dataset(source, split=split, streaming=True))
@@ -93,7 +107,9 @@ def read_texts(source, column, split):
 
 def loss(model, windows, indices, encoding, batch_size, device):
     """Nats a token, perplexity, and bits a byte of the text that the tokens stand for."""
-    size = np.zeros(encoding.n_vocab + 1)  # bytes of each token; end-of-text and the -1 of padding have none
+    size = np.zeros(
+        encoding.n_vocab + 1
+    )  # bytes of each token; end-of-text and the -1 of padding have none
     for token, i in encoding._mergeable_ranks.items():
         size[i] = len(token)
     tokens, length = 0, 0
@@ -106,7 +122,13 @@ def loss(model, windows, indices, encoding, batch_size, device):
     with autocast(device.type, pick_dtype(dtype, device.type)):
         nats = evaluate(model, eval_batches(windows, indices, batch_size, device))
     bits = nats * tokens / math.log(2) / max(1, length)
-    return {"loss": nats, "perplexity": math.exp(nats), "bits per byte": bits, "tokens": tokens, "bytes": length}
+    return {
+        "loss": nats,
+        "perplexity": math.exp(nats),
+        "bits per byte": bits,
+        "tokens": tokens,
+        "bytes": length,
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,8 +142,12 @@ def score_choices(model, pairs, batch_size, n_vocab, device):
     T, shared, results = model.config.block_size, {}, [None] * len(pairs)
     for i, (context, continuation) in enumerate(pairs):
         if not 0 < len(continuation) <= T:
-            raise ValueError(f"a continuation of {len(continuation)} tokens does not fit into block_size={T}")
-        context = tuple(context[-(T + 1 - len(continuation)) :])  # cut from the left; the last token is not read
+            raise ValueError(
+                f"a continuation of {len(continuation)} tokens does not fit into block_size={T}"
+            )
+        context = tuple(
+            context[-(T + 1 - len(continuation)) :]
+        )  # cut from the left; the last token is not read
         shared.setdefault(context, []).append(i)
     by_length = {}
     for context in sorted(shared, key=len, reverse=True):
@@ -131,8 +157,12 @@ def score_choices(model, pairs, batch_size, n_vocab, device):
             group = contexts[first : first + batch_size]
             members = [[*shared[context]] for context in group]
             rows = [i for row, ids in enumerate(members) for i in ids]
-            owner = torch.tensor([row for row, ids in enumerate(members) for _ in ids], device=device)
-            for i, result in zip(rows, score_group(model, group, owner, [pairs[i][1] for i in rows], n_vocab, device)):
+            owner = torch.tensor(
+                [row for row, ids in enumerate(members) for _ in ids], device=device
+            )
+            for i, result in zip(
+                rows, score_group(model, group, owner, [pairs[i][1] for i in rows], n_vocab, device)
+            ):
                 results[i] = result
     return results
 
@@ -141,7 +171,9 @@ def score_choices(model, pairs, batch_size, n_vocab, device):
 def score_group(model, contexts, owner, continuations, n_vocab, device):
     """The same for continuations whose contexts, contexts[owner], have one length: (log-probability, greedy) of each"""
     length, longest = len(contexts[0]), max(map(len, continuations))
-    y = torch.tensor([c + [0] * (longest - len(c)) for c in continuations], device=device)  # (N, longest)
+    y = torch.tensor(
+        [c + [0] * (longest - len(c)) for c in continuations], device=device
+    )  # (N, longest)
     cache = KVCache(model, len(contexts), length + longest - 1)
     hidden, head = model.hidden(torch.tensor(contexts, device=device), cache=cache)
     hidden = hidden[owner, -1:]  # (N, 1, C)
@@ -152,7 +184,9 @@ def score_group(model, contexts, owner, continuations, n_vocab, device):
     parts = zip(hidden.flatten(0, 1).split(chunk), y.flatten().split(chunk))
     scores = [token_scores(h, head, t, n_vocab) for h, t in parts]
     logp, best = (torch.cat(part).view(y.shape) for part in zip(*scores))
-    real = torch.arange(longest, device=device) < torch.tensor([[len(c)] for c in continuations], device=device)
+    real = torch.arange(longest, device=device) < torch.tensor(
+        [[len(c)] for c in continuations], device=device
+    )
     return [*zip((logp * real).sum(-1).tolist(), (best | ~real).all(-1).tolist())]
 
 
@@ -180,13 +214,17 @@ def harness(model, encoding, batch_size, device):
             pairs = []
             for _, context, continuation in requests:
                 context = context[1:] if context[:1] == [eot] else context
-                pairs.append(([eot, *context[max(0, len(context) + len(continuation) - T) :]], continuation))
+                pairs.append(
+                    ([eot, *context[max(0, len(context) + len(continuation) - T) :]], continuation)
+                )
             return score_choices(model, pairs, batch_size, encoding.n_vocab, device)
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
             totals = []
             for request in requests:
-                windows = utils.get_rolling_token_windows(self.tok_encode(request.args[0]), eot, T, 1)
+                windows = utils.get_rolling_token_windows(
+                    self.tok_encode(request.args[0]), eot, T, 1
+                )
                 pairs = [utils.make_disjoint_window(window) for window in windows]
                 scores = score_choices(model, pairs, batch_size, encoding.n_vocab, device)
                 totals.append(sum(total for total, _ in scores))
@@ -196,8 +234,13 @@ def harness(model, encoding, batch_size, device):
             texts = []
             for context, how in (request.args for request in requests):
                 how = normalize_gen_kwargs(how)
-                until, heat = handle_stop_sequences(how["until"], None), how["temperature"] if how["do_sample"] else 0.0
-                texts.append(write_until(model, encoding, context, until, how["max_gen_toks"], heat, device))
+                until, heat = (
+                    handle_stop_sequences(how["until"], None),
+                    how["temperature"] if how["do_sample"] else 0.0,
+                )
+                texts.append(
+                    write_until(model, encoding, context, until, how["max_gen_toks"], heat, device)
+                )
             return texts
 
     return Checkpoint()
@@ -207,7 +250,9 @@ def write_until(model, encoding, context, until, most, temperature, device):
     """What the model writes behind the context, up to the first of the strings in until"""
     keep, written = max(model.config.block_size // 2, model.config.block_size - most), []
     ids = [encoding.eot_token, *encoding.encode_ordinary(context)[-max(1, keep - 1) :]]
-    for token in stream_tokens(model, torch.tensor([ids], device=device), most, temperature, n_vocab=encoding.n_vocab):
+    for token in stream_tokens(
+        model, torch.tensor([ids], device=device), most, temperature, n_vocab=encoding.n_vocab
+    ):
         written.append(int(token))
         text = encoding.decode(written)
         ends = [text.index(stop) for stop in until if stop and stop in text]
@@ -225,15 +270,22 @@ def run_tasks(model, encoding, device):
     except ImportError as error:
         raise SystemExit(f"tasks need lm-evaluation-harness: pip install lm-eval ({error})")
     manager = TaskManager(include_path=task_dir, include_defaults=task_dir is None)
-    names = (tasks or "arc_easy,arc_challenge,piqa,hellaswag,openbookqa,winogrande,mmlu,boolq").split(",")
+    names = (
+        tasks or "arc_easy,arc_challenge,piqa,hellaswag,openbookqa,winogrande,mmlu,boolq"
+    ).split(",")
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
-        raise SystemExit(f"tasks={tasks!r}: {', '.join(unknown)} is not one of {', '.join(sorted(manager.all_tasks))}")
+        raise SystemExit(
+            f"tasks={tasks!r}: {', '.join(unknown)} is not one of {', '.join(sorted(manager.all_tasks))}"
+        )
     found = lm_eval.simple_evaluate(
         harness(model, encoding, batch_size, device), tasks=names, num_fewshot=num_fewshot, limit=limit,
         task_manager=manager, bootstrap_iters=100, log_samples=False, random_seed=seed,
     )  # fmt: skip
-    report = {name: {k: v for k, v in of.items() if isinstance(v, float)} for name, of in found["results"].items()}
+    report = {
+        name: {k: v for k, v in of.items() if isinstance(v, float)}
+        for name, of in found["results"].items()
+    }
     return report | {"versions": {"lm_eval": lm_eval.__version__, "datasets": datasets.__version__}}
 
 
@@ -273,7 +325,10 @@ def show_skipping(report):
 
 def show_tasks(report):
     for name, metrics in report.items():
-        print(f"{name:<20}" + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float)))
+        print(
+            f"{name:<20}"
+            + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float))
+        )
 
 
 def sample(model, encoding, device):
@@ -284,7 +339,9 @@ def sample(model, encoding, device):
         model, torch.tensor([ids], device=device), max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         stop=encoding.eot_token, n_vocab=encoding.n_vocab, compile=bool(compile),
     )  # fmt: skip
-    characters = codecs.getincrementaldecoder("utf-8")("replace")  # a character can be several tokens
+    characters = codecs.getincrementaldecoder("utf-8")(
+        "replace"
+    )  # a character can be several tokens
     print(prompt, end="", flush=True)
     with mod.switched(model, "collect"):
         for token in made:
@@ -292,7 +349,9 @@ def sample(model, encoding, device):
             times.append(time.perf_counter())
             if ids[-1] == encoding.eot_token:
                 break
-            print(characters.decode(encoding.decode_single_token_bytes(ids[-1])), end="", flush=True)
+            print(
+                characters.decode(encoding.decode_single_token_bytes(ids[-1])), end="", flush=True
+            )
     ran = f", {mod.skipped(mod.routers(model)):.1%} skipped" if mod.routers(model) else ""
     print(f"\n{decoding_speed(began, times)}{ran}")
     return encoding.decode(ids[1:])
@@ -305,9 +364,13 @@ def start_of_text(encoding):
 def decoding_speed(began, times):
     """Tokens a second after the second token: the first takes the prompt, the second the compilation of the step."""
     if len(times) < 3:
-        return f"{len(times)} tokens in {time.perf_counter() - began:.2f} s, too few to time decoding"
+        return (
+            f"{len(times)} tokens in {time.perf_counter() - began:.2f} s, too few to time decoding"
+        )
     rate = (len(times) - 2) / (times[-1] - times[1])
-    return f"{rate:.0f} tokens/s; {times[1] - began:.2f} s before, for the prompt and the first step"
+    return (
+        f"{rate:.0f} tokens/s; {times[1] - began:.2f} s before, for the prompt and the first step"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,22 +385,31 @@ def answers(parts, model, windows, encoding):
         batches.append((x[real], y[real]))
     if "loss" in parts:
         if text is None:
-            report = loss(model, windows, spread(windows, eval_tokens, val_part), encoding, batch_size, device)
+            report = loss(
+                model, windows, spread(windows, eval_tokens, val_part), encoding, batch_size, device
+            )
         else:
-            rows = TextWindows(read_texts(text, text_column, text_split), encoding, windows.T, eval_tokens)
+            rows = TextWindows(
+                read_texts(text, text_column, text_split), encoding, windows.T, eval_tokens
+            )
             report = loss(model, rows, range(len(rows)), encoding, batch_size, device)
         show_loss(report)
         yield "loss", report
     if "depth" in parts:
         report = depth.depth(model, batches)
-        report |= {"dropped": depth.dropped(model, batches), "gradient": depth.gradients(model, *batches[0])}
+        report |= {
+            "dropped": depth.dropped(model, batches),
+            "gradient": depth.gradients(model, *batches[0]),
+        }
         show_depth(report)
         yield "depth", report
     if "mod" in parts:
         report = depth.skipping(model, batches, start_of_text(encoding)[: windows.T])
         report["causal loss"] = evaluate(model, eval_batches(windows, indices, batch_size, device))
         with mod.switched(model, "look_ahead"):
-            report["look-ahead loss"] = evaluate(model, eval_batches(windows, indices, batch_size, device))
+            report["look-ahead loss"] = evaluate(
+                model, eval_batches(windows, indices, batch_size, device)
+            )
         show_skipping(report)
         yield "mod", report
     if "tasks" in parts:
@@ -367,7 +439,9 @@ def main():
     device = pick_device(device)
     prepare_process(device)
     pick_dtype(dtype, device.type)
-    state, model = lora.load_model(out_dir if checkpoint is None else os.path.join(out_dir, checkpoint), device)
+    state, model = lora.load_model(
+        out_dir if checkpoint is None else os.path.join(out_dir, checkpoint), device
+    )
     if loss_chunk is not None:
         model.loss_chunk = loss_chunk
     known = ["loss", "depth", "mod", "sample", "tasks"]
@@ -377,9 +451,16 @@ def main():
     unknown = set(parts) - set(known)
     if unknown:
         raise SystemExit(f"what={what!r}: {', '.join(unknown)} is not one of {', '.join(known)}")
-    for key, part in (("text", "loss"), ("tasks", "tasks"), ("task_dir", "tasks"), ("limit", "tasks")):
+    for key, part in (
+        ("text", "loss"),
+        ("tasks", "tasks"),
+        ("task_dir", "tasks"),
+        ("limit", "tasks"),
+    ):
         if settings[key] is not None and part not in parts:
-            raise SystemExit(f"{key}={settings[key]!r} is for {part}, which what={what!r} does not ask for")
+            raise SystemExit(
+                f"{key}={settings[key]!r} is for {part}, which what={what!r} does not ask for"
+            )
     directory = data_dir or state["settings"]["data_dir"]
     windows = Windows(directory, "val", model.config.block_size)
     if windows.meta["tokenizer_sha256"] != state["meta"]["tokenizer_sha256"]:

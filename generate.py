@@ -11,7 +11,11 @@ import torch
 import bhyt
 import nag
 
-FOLDS = {"nag": nag.fold, "bhyt": bhyt.fold, "bhyt_exact": bhyt.fold}  # what a mode can work out before the first token
+FOLDS = {
+    "nag": nag.fold,
+    "bhyt": bhyt.fold,
+    "bhyt_exact": bhyt.fold,
+}  # what a mode can work out before the first token
 
 
 class KVCache:
@@ -23,9 +27,15 @@ class KVCache:
         autocast = torch.is_autocast_enabled(w.device.type)
         dtype = torch.get_autocast_dtype(w.device.type) if autocast else w.dtype
         shape = (batch, config.n_kv_head or config.n_head, length, config.n_embd // config.n_head)
-        self.kv = [[torch.zeros(shape, dtype=dtype, device=w.device) for _ in "kv"] for _ in range(config.n_layer)]
+        self.kv = [
+            [torch.zeros(shape, dtype=dtype, device=w.device) for _ in "kv"]
+            for _ in range(config.n_layer)
+        ]
         self.at = torch.zeros((), dtype=torch.int64, device=w.device)
-        for tensor in (self.at, *sum(self.kv, [])):  # CUDA graphs write to what never moves, or not at all
+        for tensor in (
+            self.at,
+            *sum(self.kv, []),
+        ):  # CUDA graphs write to what never moves, or not at all
             torch._dynamo.mark_static_address(tensor)
 
 
@@ -50,7 +60,9 @@ def sample(logits, temperature, top_k, top_p):
 
 
 def next_token(model, new, cache, temperature, top_k, top_p, n_vocab):
-    return sample(model(new, cache=cache, last=True)[0][:, -1, :n_vocab].float(), temperature, top_k, top_p)
+    return sample(
+        model(new, cache=cache, last=True)[0][:, -1, :n_vocab].float(), temperature, top_k, top_p
+    )
 
 
 def compiled_step(device):
@@ -60,7 +72,9 @@ def compiled_step(device):
     if device.type == "cpu":
         from torch._inductor.fx_passes import decompose_mem_bound_mm
 
-        decompose_mem_bound_mm.cpu_max_other_dimension_decomposition = sys.maxsize  # of any size, not up to 2048 alone
+        decompose_mem_bound_mm.cpu_max_other_dimension_decomposition = (
+            sys.maxsize
+        )  # of any size, not up to 2048 alone
         how = {"options": {"post_grad_fusion_options": {"decompose_mm_pass": {}}}}
     return torch.compile(next_token, fullgraph=True, dynamic=False, **how)
 
@@ -70,7 +84,15 @@ CHECK = 16  # steps between looks at whether every row has met the stop token, e
 
 @torch.no_grad()
 def stream_tokens(
-    model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, n_vocab=None, compile=False
+    model,
+    idx,
+    max_new_tokens,
+    temperature=1.0,
+    top_k=None,
+    top_p=None,
+    stop=None,
+    n_vocab=None,
+    compile=False,
 ):
     """Yield the next token of each row, (B, 1), max_new_tokens times, or less if every row has met the stop token: what
     comes behind a row's is that token again, CHECK times at most. temperature 0 is greedy; n_vocab: how many ids the
@@ -79,14 +101,21 @@ def stream_tokens(
     size, how = model.config.block_size, (temperature, top_k, top_p, n_vocab)
     step = compiled_step(idx.device) if compile else next_token
     cache = KVCache(model, idx.size(0), min(size, idx.size(1) + max_new_tokens))
-    text, new, filled, done = [idx], idx[:, -size:], 0, torch.zeros_like(idx[:, :1], dtype=torch.bool)
+    text, new, filled, done = (
+        [idx],
+        idx[:, -size:],
+        0,
+        torch.zeros_like(idx[:, :1], dtype=torch.bool),
+    )
     for i in range(1, max_new_tokens + 1):
         if filled + new.size(1) > size:
             text, filled = [torch.cat(text, dim=1)[:, -max(1, size // 2) :]], 0
             new = text[0]
             cache.at.zero_()
         filled += new.size(1)
-        new = (step if new.size(1) == 1 else next_token)(model, new, cache, *how).clone()  # a graph reuses its output
+        new = (step if new.size(1) == 1 else next_token)(
+            model, new, cache, *how
+        ).clone()  # a graph reuses its output
         if stop is not None:
             new = new.masked_fill(done, stop)
             done = done | (new == stop)
@@ -101,5 +130,7 @@ def generate(model, idx, max_new_tokens, stop=None, **how):
     text = torch.cat((idx, *stream_tokens(model, idx, max_new_tokens, stop=stop, **how)), dim=1)
     if stop is None:
         return text
-    before = (text[:, idx.size(1) :] == stop).cumsum(1) == 0  # the tokens before each row's first stop
+    before = (text[:, idx.size(1) :] == stop).cumsum(
+        1
+    ) == 0  # the tokens before each row's first stop
     return text[:, : idx.size(1) + 1 + int(before.sum(1).max())]

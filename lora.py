@@ -32,16 +32,24 @@ TARGETS = ("wq", "wk", "wv", "wo", "up", "gate", "down")  # the linears of a blo
 
 class Adapted(nn.Linear):
     def __init__(self, linear, rank, alpha, dropout):
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        super().__init__(
+            linear.in_features, linear.out_features, linear.bias is not None, device="meta"
+        )
         self.weight, self.bias = linear.weight, linear.bias  # the very same ones
         device = linear.weight.device
-        self.A = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(rank, self.in_features, device=device), 5**0.5))
+        self.A = nn.Parameter(
+            nn.init.kaiming_uniform_(torch.empty(rank, self.in_features, device=device), 5**0.5)
+        )
         self.B = nn.Parameter(torch.zeros(self.out_features, rank, device=device))
         self.scale, self.drop, self.plain = alpha / rank, nn.Dropout(dropout), None
 
     def forward(self, x):
         y = super().forward(x)
-        return y if self.plain is not None else y + self.scale * F.linear(F.linear(self.drop(x), self.A), self.B)  # (1)
+        return (
+            y
+            if self.plain is not None
+            else y + self.scale * F.linear(F.linear(self.drop(x), self.A), self.B)
+        )  # (1)
 
     @torch.no_grad()
     def merge(self):
@@ -57,11 +65,16 @@ class Adapted(nn.Linear):
 
 def adapt(model, rank, alpha, dropout, targets):
     """Freeze the model and give the linears named in targets, "wq,wv" for instance, an adapter each."""
-    names, found = targets.split(","), {n for n, m in model.blocks.named_modules() if type(m) is nn.Linear}
+    names, found = (
+        targets.split(","),
+        {n for n, m in model.blocks.named_modules() if type(m) is nn.Linear},
+    )
     available = [name for name in TARGETS if any(n.endswith("." + name) for n in found)]
     for name in names:
         if name not in available:
-            raise ValueError(f"lora_targets={targets!r}: {name!r} is not one of {', '.join(available)}")
+            raise ValueError(
+                f"lora_targets={targets!r}: {name!r} is not one of {', '.join(available)}"
+            )
     model.requires_grad_(False)
     for module in [*model.blocks.modules()]:
         for name, linear in [*module.named_children()]:
@@ -85,7 +98,9 @@ def merged(model):
 
 def frozen(model):
     """Names of the parameters that do not learn"""
-    return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {
+        name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
+    }
 
 
 def trained(model):
@@ -109,7 +124,9 @@ def load_state(model, state):
         try:
             model.load_state_dict(state["model"])
         except RuntimeError as error:
-            raise SystemExit(f"{state['path']} does not fit its own settings: {' '.join(str(error).split())}")
+            raise SystemExit(
+                f"{state['path']} does not fit its own settings: {' '.join(str(error).split())}"
+            )
         return
     if not os.path.exists(lora["base"]) or digest(lora["base"]) != lora["sha256"]:
         raise SystemExit(f"the adapters belong to {lora['base']}, which is gone or has changed")
@@ -142,7 +159,9 @@ def begin(model, state, wanted):
     if not wanted["rank"]:
         return state.get("lora")
     if state.get("lora"):
-        raise ValueError(f"{state['path']} holds adapters: merge them first with python lora.py {state['path']} TO")
+        raise ValueError(
+            f"{state['path']} holds adapters: merge them first with python lora.py {state['path']} TO"
+        )
     adapt(model, **wanted)
     return wanted | {"base": os.path.abspath(state["path"]), "sha256": digest(state["path"])}
 
@@ -150,7 +169,10 @@ def begin(model, state, wanted):
 # ---------------------------------------------------------------------------------------------------------------------
 # Conversations
 
-ASK, ANSWER = "User: {}\n\nAssistant:", " {}"  # the chat template; end-of-text before the first and behind every answer
+ASK, ANSWER = (
+    "User: {}\n\nAssistant:",
+    " {}",
+)  # the chat template; end-of-text before the first and behind every answer
 VAL_SHARE = 0.1  # of the conversations, at least one, are kept for validation
 
 
@@ -177,7 +199,9 @@ def read_conversations(source):
     for n, record in enumerate(records):
         turns = record.get("conversations")
         if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-            raise SystemExit(f"{source}: record {n} is not {{'conversations': ['question', 'answer', ...]}}")
+            raise SystemExit(
+                f"{source}: record {n} is not {{'conversations': ['question', 'answer', ...]}}"
+            )
         if len(turns) > 1:
             yield turns
 
@@ -187,8 +211,13 @@ def split_conversations(source, split):
     that a new conversation moves few others."""
     every = list(read_conversations(source))
     if len(every) < 2:
-        raise SystemExit(f"{source}: {len(every)} conversations; at least 2 are needed, one each for train and val")
-    hashes = [hashlib.sha256("\n".join(turns).encode("utf-8", "surrogatepass")).hexdigest() for turns in every]
+        raise SystemExit(
+            f"{source}: {len(every)} conversations; at least 2 are needed, one each for train and val"
+        )
+    hashes = [
+        hashlib.sha256("\n".join(turns).encode("utf-8", "surrogatepass")).hexdigest()
+        for turns in every
+    ]
     order = sorted(range(len(every)), key=lambda i: (hashes[i], i))
     val = set(order[: max(1, round(VAL_SHARE * len(every)))])
     return [turns for i, turns in enumerate(every) if (i in val) == (split == "val")]
@@ -217,7 +246,9 @@ class Conversations:
             self.rows[-1][:, at] = x, y, [self.rows[-1][2].max() + 1] * len(x)
             room -= len(x)
         if not self.rows:
-            raise SystemExit(f"{source}: all conversations for {split} are longer than block_size={T} before the answer")
+            raise SystemExit(
+                f"{source}: all conversations for {split} are longer than block_size={T} before the answer"
+            )
         self.sha256 = hashlib.sha256(np.stack(self.rows).tobytes()).hexdigest()
 
     def __len__(self):
@@ -241,7 +272,9 @@ def main(path, to):
     state, model = load_model(path)
     if state.pop("lora", None) is None:
         raise SystemExit(f"{path} has no adapters to merge")
-    state["model"] = {k: v for k, v in model.state_dict().items() if k.rpartition(".")[2] not in ("A", "B")}
+    state["model"] = {
+        k: v for k, v in model.state_dict().items() if k.rpartition(".")[2] not in ("A", "B")
+    }
     state.pop("path")
     checkpoint.save(to, state | {"optimizers": []})
 

@@ -91,7 +91,9 @@ def device_name(device):
 
 def peak_flops(name):
     """Dense bfloat16 FLOP/s of a device by its name, or None."""
-    return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+    return next(
+        (flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None
+    )
 
 
 def peak_memory_gb(device):
@@ -100,7 +102,9 @@ def peak_memory_gb(device):
         return torch.cuda.max_memory_allocated() / 1e9
     if resource is None:
         return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "linux" else 1e9)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        1e6 if sys.platform == "linux" else 1e9
+    )
 
 
 def commit():

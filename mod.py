@@ -42,22 +42,38 @@ class Router(nn.Module):
         self.rate, self.kind = config.mod_rate, config.mod_router
         self.geometric, self.learned = self.kind == "nag", self.kind == "learned"
         if self.geometric and not hasattr(residual, "turn"):
-            raise ValueError("mod_router='nag' needs residual='nag': the others have no rotation to go by")
-        self.v = nn.Parameter(torch.empty(config.n_embd)) if self.geometric and config.mod_fallback else None
+            raise ValueError(
+                "mod_router='nag' needs residual='nag': the others have no rotation to go by"
+            )
+        self.v = (
+            nn.Parameter(torch.empty(config.n_embd))
+            if self.geometric and config.mod_fallback
+            else None
+        )
         if self.learned:
             self.w, self.b = nn.Parameter(torch.empty(config.n_embd)), nn.Parameter(torch.empty(1))
         if self.geometric and not config.nag_directions:
-            raise ValueError("mod_router='nag' needs nag_directions above 0: without a modulator all tokens turn alike")
+            raise ValueError(
+                "mod_router='nag' needs nag_directions above 0: without a modulator all tokens turn alike"
+            )
         if config.mod_fallback and not self.geometric:
-            raise ValueError(f"mod_router={self.kind!r} does not use mod_fallback: leave it at False")
+            raise ValueError(
+                f"mod_router={self.kind!r} does not use mod_fallback: leave it at False"
+            )
         if self.kind == "random":
             g = torch.Generator("cpu").manual_seed(layer)
-            table = (torch.randperm(config.block_size, generator=g, device="cpu") + 0.5) / config.block_size
+            table = (
+                torch.randperm(config.block_size, generator=g, device="cpu") + 0.5
+            ) / config.block_size
             self.register_buffer("table", table, persistent=False)
         self.register_buffer("histogram", torch.zeros(BINS))
-        self.register_buffer("fresh", torch.zeros(BINS, dtype=torch.int64))  # this rank's scores since the last balance
+        self.register_buffer(
+            "fresh", torch.zeros(BINS, dtype=torch.int64)
+        )  # this rank's scores since the last balance
         self.register_buffer("tau", torch.zeros(1))
-        self.register_buffer("share", torch.full((1,), 1.0 - self.rate))  # of the tokens, that run in training
+        self.register_buffer(
+            "share", torch.full((1,), 1.0 - self.rate)
+        )  # of the tokens, that run in training
         self.collect = False  # fill the histogram in evaluation too
         self.look_ahead = False  # choose in evaluation as in training: to be compared with, never what is reported
         self.T = config.block_size
@@ -66,11 +82,17 @@ class Router(nn.Module):
 
     def update_k(self):
         """k as a Python int: shapes stay static and no device sync is needed."""
-        self.k = self.T if self.share.device.type == "meta" else max(1, round(float(self.share) * self.T))
+        self.k = (
+            self.T
+            if self.share.device.type == "meta"
+            else max(1, round(float(self.share) * self.T))
+        )
 
     def reset_parameters(self):
         if self.v is not None:
-            nn.init.normal_(self.v, std=0.02)  # only its direction matters; at std 1 Adam's steps hardly turn it
+            nn.init.normal_(
+                self.v, std=0.02
+            )  # only its direction matters; at std 1 Adam's steps hardly turn it
         if self.learned:
             nn.init.normal_(self.w, std=self.w.numel() ** -0.5)
             nn.init.zeros_(self.b)
@@ -110,17 +132,23 @@ class Router(nn.Module):
     def run_above_tau(self, sublayer, h, q):
         """Evaluation: the tokens with scores of tau or more run, however many these are."""
         runs = q >= self.tau  # (3)
-        if torch.compiler.is_compiling():  # shapes must not depend on the data, so all tokens run; write drops some
+        if (
+            torch.compiler.is_compiling()
+        ):  # shapes must not depend on the data, so all tokens run; write drops some
             return sublayer(h, None), runs
         rows, flags = (h.flatten(0, 1)[None], runs.view(1, -1)) if self.pointwise else (h, runs)
         k = int(flags.sum(1).max())  # sequences in which fewer tokens run compute a few in vain
-        chosen = flags.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :k].sort(1).values
+        chosen = (
+            flags.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :k].sort(1).values
+        )
         return self.run_rows(sublayer, rows, chosen).view_as(h), runs
 
     def run_rows(self, sublayer, h, chosen):
         """The sublayer's output (B, T, C): computed for the chosen tokens (B, k), zero for the others."""
         places = torch.arange(chosen.size(1), device=chosen.device).expand_as(chosen)
-        back = chosen.new_full(h.shape[:2], -1).scatter(1, chosen, places)  # where each token is among the chosen
+        back = chosen.new_full(h.shape[:2], -1).scatter(
+            1, chosen, places
+        )  # where each token is among the chosen
         f = sublayer(h, (chosen, back))
         return gather_rows(f, (back, chosen))
 
@@ -153,14 +181,20 @@ def balance(routers, shared, rate, world=1, memory=MEMORY):
         router.histogram.mul_(memory).add_(counts)
         router.fresh.zero_()
     histograms = torch.stack([router.histogram for router in routers]).cpu().double()
-    below = (histograms / histograms.sum(1, keepdim=True)).cumsum(1)  # (routers, BINS): share up to each edge
+    below = (histograms / histograms.sum(1, keepdim=True)).cumsum(
+        1
+    )  # (routers, BINS): share up to each edge
     below = torch.cat([torch.zeros_like(below[:, :1]), below], dim=1)
     overall = below.mean(0, keepdim=True).expand_as(below) if shared else below
-    edge = (overall <= rate).sum(1, keepdim=True).clamp(max=BINS) - 1  # the last one with no more than rate below it
+    edge = (overall <= rate).sum(1, keepdim=True).clamp(
+        max=BINS
+    ) - 1  # the last one with no more than rate below it
     low, high = overall.gather(1, edge), overall.gather(1, edge + 1)
     part = (rate - low) / (high - low).clamp(min=1e-12)
     share = 1 - torch.lerp(below.gather(1, edge), below.gather(1, edge + 1), part)
-    for router, tau, kept in zip(routers, ((edge + part) / BINS)[:, 0].tolist(), share[:, 0].tolist()):
+    for router, tau, kept in zip(
+        routers, ((edge + part) / BINS)[:, 0].tolist(), share[:, 0].tolist()
+    ):
         router.tau.fill_(tau if rate > 0 else 0.0)
         router.share.fill_(kept)
         router.update_k()
@@ -170,7 +204,10 @@ def skipped(routers):
     """Share of the scores collected since the last balance that are below tau, as exactly as a histogram knows"""
     fresh = torch.stack([router.fresh for router in routers])  # (routers, BINS)
     at = (torch.arange(BINS, device=fresh.device) + 0.5) / BINS
-    return float((fresh * (at < torch.stack([router.tau for router in routers]))).sum() / fresh.sum().clamp(min=1))
+    return float(
+        (fresh * (at < torch.stack([router.tau for router in routers]))).sum()
+        / fresh.sum().clamp(min=1)
+    )
 
 
 def scores_of_all_ranks(model, world):

@@ -22,7 +22,11 @@ import norms
 from attention import Attention, gather_rows, rotary_table
 from norms import pick
 
-RESIDUALS = {**norms.RESIDUALS, **nag.RESIDUALS, **bhyt.RESIDUALS}  # name -> class; each names its own ends
+RESIDUALS = {
+    **norms.RESIDUALS,
+    **nag.RESIDUALS,
+    **bhyt.RESIDUALS,
+}  # name -> class; each names its own ends
 
 
 @dataclass
@@ -31,7 +35,9 @@ class GPTConfig:
     n_head: int = 2  # query heads
     n_kv_head: int | None = None  # key and value heads; None: as many as n_head
     n_embd: int = 128  # width of the stream
-    n_hidden: int | None = None  # width of the MLP; None: 4 n_embd, for swiglu 8/3 n_embd up to a multiple of 64
+    n_hidden: int | None = (
+        None  # width of the MLP; None: 4 n_embd, for swiglu 8/3 n_embd up to a multiple of 64
+    )
     block_size: int = 256  # context length in tokens
     vocab_size: int = 257  # 256 bytes and end-of-text; gpt2 BPE: 50257, or 50304 for speed
     residual: str = "nag"  # how layers read and write the stream: a name from RESIDUALS
@@ -40,27 +46,47 @@ class GPTConfig:
     activation: str = "gelu"  # gelu, relu, silu or swiglu
     qk_norm: bool = False  # RMSNorm on queries and keys
     rope_base: float = 10000.0  # base of the rotary frequencies
-    bf16_stream: bool = False  # where autocast is bfloat16, the stream is too: half of what a residual has to move
+    bf16_stream: bool = (
+        False  # where autocast is bfloat16, the stream is too: half of what a residual has to move
+    )
     tied: bool = True  # one matrix for embedding and head
     bias: bool = False  # biases in the linears, and LayerNorm's shift
     dropout: float = 0.0  # on the embedding, the attention weights and every sublayer's output
     init: str = "normal"  # linears: normal, kaiming (gain of the activation), xavier or uniform
     init_scale: float = 0.05  # std of the embedding and of normal; half the width of uniform
-    init_out: str | None = None  # output projections: scaled by 1/sqrt(2 n_layer), plain or zero; None: the mode's own
-    branch_scale: str = "one"  # what a sublayer's output is multiplied by: one, or depth for 1/sqrt(n_layer)
-    dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: start of alpha before attention, before the MLP, before the head
+    init_out: str | None = (
+        None  # output projections: scaled by 1/sqrt(2 n_layer), plain or zero; None: the mode's own
+    )
+    branch_scale: str = (
+        "one"  # what a sublayer's output is multiplied by: one, or depth for 1/sqrt(n_layer)
+    )
+    dyt_alpha: tuple = (
+        1.0,
+        0.5,
+        0.5,
+    )  # dyt: start of alpha before attention, before the MLP, before the head
     bhyt_p: float = 0.99  # bhyt: share of a token's features that must stay below lambda
-    bhyt_lambda: tuple = (2.0, 1.0, 0.0)  # bhyt: start of lambda before attention, MLP, head; 0 there: an RMSNorm
+    bhyt_lambda: tuple = (
+        2.0,
+        1.0,
+        0.0,
+    )  # bhyt: start of lambda before attention, MLP, head; 0 there: an RMSNorm
     bhyt_learned: bool = True  # bhyt: learn lambda
-    bhyt_unit: bool = False  # bhyt: start gamma at kappa / lambda, where outputs have variance 1; False: at 1
-    bhyt_context: int | None = None  # bhyt, prenorm_approx: the context length T of c; None: block_size
+    bhyt_unit: bool = (
+        False  # bhyt: start gamma at kappa / lambda, where outputs have variance 1; False: at 1
+    )
+    bhyt_context: int | None = (
+        None  # bhyt, prenorm_approx: the context length T of c; None: block_size
+    )
     nag_alpha_power: float = 0.5  # nag: alpha of sublayer l starts at l^-nag_alpha_power
     nag_directions: int = 32  # nag: directions of the modulator; 0: no modulator, m = 1
     nag_beta: float | None = None  # nag: the modulator's exponent; None: learned, from 1
     nag_centre: bool = True  # nag: take the mean from updates
     nag_orthogonal: bool = True  # nag: take from updates what is parallel to the stream
     nag_lane: bool = True  # nag: the norm lane sets the temperature of the logits; False: one learned constant does
-    nag_first_logits: float | None = 0.75  # nag: std of other tokens' first logits; None: logits over d, gains zero
+    nag_first_logits: float | None = (
+        0.75  # nag: std of other tokens' first logits; None: logits over d, gains zero
+    )
     moe_experts: int = 0  # experts in place of each MLP; 0: one MLP
     moe_top_k: int = 2  # moe: experts of a token
     moe_shared: int = 0  # moe: width of an expert that all tokens pass; 0: none
@@ -69,9 +95,15 @@ class GPTConfig:
     mod_on: str = "none"  # which sublayers tokens may skip: none, attention, mlp or both
     mod_rate: float = 0.0  # mod: share of tokens that skip; 0: none, and no router
     mod_router: str = "nag"  # mod: what decides: nag, learned or random
-    mod_budget: str = "global"  # mod: the rate holds over all sublayers together (global) or in each (layer)
-    mod_fallback: bool = False  # mod: with the nag router, tokens that skip turn towards a learned direction
-    mod_blocks: str = "all"  # mod: blocks that take part: all, alternate (every second) or inner (not the ends)
+    mod_budget: str = (
+        "global"  # mod: the rate holds over all sublayers together (global) or in each (layer)
+    )
+    mod_fallback: bool = (
+        False  # mod: with the nag router, tokens that skip turn towards a learned direction
+    )
+    mod_blocks: str = (
+        "all"  # mod: blocks that take part: all, alternate (every second) or inner (not the ends)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,7 +137,9 @@ def make_mlp(config):
     hidden = config.n_hidden or (64 * math.ceil(config.n_embd / 24) if gated else 4 * config.n_embd)
     if not config.moe_experts:
         return MLP(config, hidden)
-    return moe.MoE(config, act, gated, hidden, MLP(config, config.moe_shared) if config.moe_shared else None)
+    return moe.MoE(
+        config, act, gated, hidden, MLP(config, config.moe_shared) if config.moe_shared else None
+    )
 
 
 class Block(nn.Module):
@@ -116,12 +150,18 @@ class Block(nn.Module):
         self.mlp, self.mlp_residual = make_mlp(config), residual(config, 2 * b + 2)
         of_block = {"all": True, "alternate": b % 2 == 1, "inner": 0 < b < config.n_layer - 1}
         on = pick(
-            {"none": "", "attention": "attention", "mlp": "mlp", "both": "attention mlp"}, config.mod_on, "mod_on"
+            {"none": "", "attention": "attention", "mlp": "mlp", "both": "attention mlp"},
+            config.mod_on,
+            "mod_on",
         )
         on = on if pick(of_block, config.mod_blocks, "mod_blocks") and config.mod_rate else ""
-        self.attn_router = mod.Router(config, self.attn_residual, 2 * b + 1) if "attention" in on else None
+        self.attn_router = (
+            mod.Router(config, self.attn_residual, 2 * b + 1) if "attention" in on else None
+        )
         self.mlp_router = mod.Router(config, self.mlp_residual, 2 * b + 2) if "mlp" in on else None
-        self.scale = pick({"one": 1.0, "depth": config.n_layer**-0.5}, config.branch_scale, "branch_scale")
+        self.scale = pick(
+            {"one": 1.0, "depth": config.n_layer**-0.5}, config.branch_scale, "branch_scale"
+        )
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, stream, rope, docs=None, cache=None):
@@ -162,7 +202,10 @@ class GPT(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
         self.drop = nn.Dropout(config.dropout)
-        self.loss_chunk, self.recompute = None, False  # train.py's settings: what to spend less memory on
+        self.loss_chunk, self.recompute = (
+            None,
+            False,
+        )  # train.py's settings: what to spend less memory on
         for name, table in zip(("cos", "sin"), rotary_table(config, None)):
             self.register_buffer(name, table, persistent=False)
         self.init_weights()
@@ -178,7 +221,11 @@ class GPT(nn.Module):
         hidden, head = self.hidden(idx, docs, cache)
         if targets is None:
             return F.linear(hidden[:, -1:] if last else hidden, head), None
-        penalty = sum(m.penalty for m in moe.layers(self) if m.penalty is not None) if self.training else 0.0
+        penalty = (
+            sum(m.penalty for m in moe.layers(self) if m.penalty is not None)
+            if self.training
+            else 0.0
+        )
         if self.loss_chunk is not None:
             return None, chunked_cross_entropy(hidden, head, targets, self.loss_chunk) + penalty
         logits = F.linear(hidden, head)
@@ -194,7 +241,11 @@ class GPT(nn.Module):
         stream = self.begin(idx, at)
         moe.reset_penalties(self)
         for b, block in enumerate(self.blocks):
-            run = partial(checkpoint, block, use_reentrant=False) if self.recompute and self.training else block
+            run = (
+                partial(checkpoint, block, use_reentrant=False)
+                if self.recompute and self.training
+                else block
+            )
             stream = run(stream, rope, docs, None if cache is None else (*cache.kv[b], at))
         if cache is not None:
             cache.at.add_(T)
@@ -222,7 +273,9 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=config.init_scale)
             elif isinstance(module, nn.Linear):
                 if module is not self.head:
-                    INITS[config.init](module.weight, config.init_scale, gain if module in in_mlp else 1.0)
+                    INITS[config.init](
+                        module.weight, config.init_scale, gain if module in in_mlp else 1.0
+                    )
                 elif not config.tied:
                     nn.init.normal_(module.weight, std=config.init_scale)
                 if module in outputs:
@@ -240,11 +293,15 @@ class GPT(nn.Module):
             done.update(module.parameters(recurse=False))
         left = [name for name, p in self.named_parameters() if p not in done]
         if left:
-            raise RuntimeError(f"no rule initialises {', '.join(left)}: give their module reset_parameters")
+            raise RuntimeError(
+                f"no rule initialises {', '.join(left)}: give their module reset_parameters"
+            )
 
     def compile_blocks(self):
         """Block by block: they share one graph, so that a deep model compiles as fast as a flat one."""
-        torch._dynamo.config.allow_unspec_int_on_nn_module = True  # how many tokens run differs by router and moves
+        torch._dynamo.config.allow_unspec_int_on_nn_module = (
+            True  # how many tokens run differs by router and moves
+        )
         for block in self.blocks:
             block.compile()
 
@@ -269,7 +326,9 @@ class GPT(nn.Module):
             elif isinstance(owner, (residual, residual.ends, mod.Router)) or (
                 p.numel() == 1 and not isinstance(owner, nn.Linear)
             ):
-                groups["gates"].append(name)  # what a residual learns besides the gains of its norms, and their scalars
+                groups["gates"].append(
+                    name
+                )  # what a residual learns besides the gains of its norms, and their scalars
             else:
                 groups["vectors"].append(name)
         return groups
@@ -277,7 +336,9 @@ class GPT(nn.Module):
     def optimizers(self, kind, learning_rate, gate_lr, weight_decay, betas):
         """AdamW for all, or Muon for the matrices and AdamW for the rest. Each group has its own peak learning rate."""
         named, names = dict(self.named_parameters()), self.param_groups()
-        assert sorted(sum(names.values(), [])) == sorted(named), "every parameter is in exactly one group"
+        assert sorted(sum(names.values(), [])) == sorted(named), (
+            "every parameter is in exactly one group"
+        )
         gate_lr = learning_rate if gate_lr is None else gate_lr
         peaks = dict.fromkeys(names, learning_rate) | {"gates": gate_lr}
         decays = dict.fromkeys(names, weight_decay) | {"vectors": 0.0, "gates": 0.0}
@@ -288,16 +349,28 @@ class GPT(nn.Module):
             if params[key]
         }
         made = []
-        if kind == "muon":  # match_rms_adamw: updates as large as AdamW's, so that learning_rate keeps its meaning
-            made.append(torch.optim.Muon([groups.pop("matrices")], lr=learning_rate, adjust_lr_fn="match_rms_adamw"))
+        if (
+            kind == "muon"
+        ):  # match_rms_adamw: updates as large as AdamW's, so that learning_rate keeps its meaning
+            made.append(
+                torch.optim.Muon(
+                    [groups.pop("matrices")], lr=learning_rate, adjust_lr_fn="match_rms_adamw"
+                )
+            )
         if groups:  # not so for adapters under Muon
             fused = self.embed.weight.device.type in ("cuda", "cpu")
-            made.append(torch.optim.AdamW([*groups.values()], lr=learning_rate, betas=betas, fused=fused))
+            made.append(
+                torch.optim.AdamW([*groups.values()], lr=learning_rate, betas=betas, fused=fused)
+            )
         return made
 
     def num_params(self, active=False):
         """active: only those that a token passes, which leaves out most experts."""
-        experts = sum((1 - m.k / m.E) * p.numel() for m in moe.layers(self) for p in m.parameters(recurse=False))
+        experts = sum(
+            (1 - m.k / m.E) * p.numel()
+            for m in moe.layers(self)
+            for p in m.parameters(recurse=False)
+        )
         return round(sum(p.numel() for p in self.parameters()) - (experts if active else 0))
 
     def flops_per_token(self):
@@ -314,10 +387,14 @@ class GPT(nn.Module):
             for m in modules:
                 share = m.k / m.E if isinstance(m, moe.MoE) else 1
                 matrices = [p for p in m.parameters(recurse=False) if p.ndim >= 2]
-                total += sum(2 * share * p.numel() * (3 if p.requires_grad else 2) for p in matrices)
+                total += sum(
+                    2 * share * p.numel() * (3 if p.requires_grad else 2) for p in matrices
+                )
             return total
 
-        total = cost(m for m in self.modules() if m is not self.embed) + self.config.n_layer * 6 * C * (T + 1)
+        total = cost(
+            m for m in self.modules() if m is not self.embed
+        ) + self.config.n_layer * 6 * C * (T + 1)
         for block in self.blocks:
             if block.mlp_router is not None:
                 total -= (1 - block.mlp_router.k / T) * cost(block.mlp.modules())
@@ -334,12 +411,22 @@ def init_out(config):
 
 def settings_of_others(residual):
     """{name: default} of the settings that belong to residual modes, but not to this one."""
-    owned = {name for mode in RESIDUALS.values() for name in mode.settings} - set(RESIDUALS[residual].settings)
+    owned = {name for mode in RESIDUALS.values() for name in mode.settings} - set(
+        RESIDUALS[residual].settings
+    )
     return {field.name: field.default for field in fields(GPTConfig) if field.name in owned}
 
 
 def check(config):
-    for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size", "vocab_size"):
+    for name in (
+        "n_layer",
+        "n_head",
+        "n_kv_head",
+        "n_embd",
+        "n_hidden",
+        "block_size",
+        "vocab_size",
+    ):
         if getattr(config, name) is not None and getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)}: give at least 1")
     if config.rope_base <= 0:
@@ -348,28 +435,50 @@ def check(config):
     if C % H:
         raise ValueError(f"n_embd={C} does not divide into n_head={H} heads")
     if C // H % 2:
-        raise ValueError(f"n_embd / n_head = {C // H} is odd: rotary positions turn pairs of features")
+        raise ValueError(
+            f"n_embd / n_head = {C // H} is odd: rotary positions turn pairs of features"
+        )
     if H % G:
         raise ValueError(f"n_head={H} query heads do not divide over n_kv_head={G}")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout}: give a share, 0 <= dropout < 1")
     if len(config.dyt_alpha) != 3:
-        raise ValueError(f"dyt_alpha={config.dyt_alpha!r}: give three starts, for attention, MLP and head")
-    if len(config.bhyt_lambda) != 3 or min(config.bhyt_lambda[:2]) <= 0 or not 0 <= config.bhyt_p < 1:
-        raise ValueError(f"{config.bhyt_lambda=}, {config.bhyt_p=}: give three starts and 0 <= p < 1")
+        raise ValueError(
+            f"dyt_alpha={config.dyt_alpha!r}: give three starts, for attention, MLP and head"
+        )
+    if (
+        len(config.bhyt_lambda) != 3
+        or min(config.bhyt_lambda[:2]) <= 0
+        or not 0 <= config.bhyt_p < 1
+    ):
+        raise ValueError(
+            f"{config.bhyt_lambda=}, {config.bhyt_p=}: give three starts and 0 <= p < 1"
+        )
     pick(INITS, config.init, "init")
-    for name, choices in (("mod_router", ("nag", "learned", "random")), ("mod_budget", ("global", "layer"))):
+    for name, choices in (
+        ("mod_router", ("nag", "learned", "random")),
+        ("mod_budget", ("global", "layer")),
+    ):
         pick(dict.fromkeys(choices), getattr(config, name), name)
     pick(dict.fromkeys(("bias", "loss")), config.moe_balance, "moe_balance")
     if not 0 <= config.mod_rate < 1:
         raise ValueError(f"mod_rate={config.mod_rate}: give 0 <= rate < 1")
-    if config.mod_rate and config.n_layer < {"all": 1, "alternate": 2, "inner": 3}.get(config.mod_blocks, 1):
-        raise ValueError(f"mod_blocks={config.mod_blocks!r}: of n_layer={config.n_layer} blocks none takes part")
-    for need, there in (("moe_experts above 0", config.moe_experts), ("mod_on", config.mod_on != "none")):
+    if config.mod_rate and config.n_layer < {"all": 1, "alternate": 2, "inner": 3}.get(
+        config.mod_blocks, 1
+    ):
+        raise ValueError(
+            f"mod_blocks={config.mod_blocks!r}: of n_layer={config.n_layer} blocks none takes part"
+        )
+    for need, there in (
+        ("moe_experts above 0", config.moe_experts),
+        ("mod_on", config.mod_on != "none"),
+    ):
         for field in fields(config) if not there else ():
             if field.name.startswith(need[:4]) and getattr(config, field.name) != field.default:
                 raise ValueError(f"{field.name} needs {need}")
-    if config.moe_experts and not (1 <= config.moe_top_k <= config.moe_experts and config.moe_rate >= 0):
+    if config.moe_experts and not (
+        1 <= config.moe_top_k <= config.moe_experts and config.moe_rate >= 0
+    ):
         experts = f"moe_experts={config.moe_experts}, moe_top_k={config.moe_top_k}, moe_rate={config.moe_rate}"
         raise ValueError(f"{experts}: give 1 to all of the experts, and a rate of 0 or more")
     if config.init_scale <= 0:
@@ -414,7 +523,9 @@ def evaluate(model, batches, world=1):
     for x, y, *more in batches:
         count = (y >= 0).sum()
         loss = model(x, y, *more)[1]
-        sums.append(torch.stack([torch.where(count > 0, loss * count, 0.0), count]))  # padding alone has no mean
+        sums.append(
+            torch.stack([torch.where(count > 0, loss * count, 0.0), count])
+        )  # padding alone has no mean
     model.train(training)
     total = torch.stack(sums).cpu().double().sum(0)
     if world > 1:

@@ -64,7 +64,13 @@ class MoE(nn.Module):
     def __init__(self, config, act, gated, hidden, shared):
         super().__init__()
         E, C = config.moe_experts, config.n_embd
-        self.act, self.E, self.k, self.rate, self.shared = act, E, config.moe_top_k, config.moe_rate, shared
+        self.act, self.E, self.k, self.rate, self.shared = (
+            act,
+            E,
+            config.moe_top_k,
+            config.moe_rate,
+            shared,
+        )
         self.by_loss = config.moe_balance == "loss"
         self.router = nn.Linear(C, E, bias=False)
         self.up = nn.Parameter(torch.empty(E, hidden, C))
@@ -77,10 +83,16 @@ class MoE(nn.Module):
 
     def forward(self, h):
         x = h.flatten(0, -2)  # (N, C)
-        with torch.autocast(x.device.type, enabled=False):  # in float32, so that choices do not depend on autocast
+        with torch.autocast(
+            x.device.type, enabled=False
+        ):  # in float32, so that choices do not depend on autocast
             s = F.linear(upcast(x), upcast(self.router.weight)).softmax(-1)  # (N, E)
-        chosen = (s + self.bias).topk(self.k).indices  # (N, k)                                                     (1)
-        pairs, order = chosen.flatten().sort(stable=True)  # (N k,): experts in order, and which pair that was
+        chosen = (
+            (s + self.bias).topk(self.k).indices
+        )  # (N, k)                                                     (1)
+        pairs, order = chosen.flatten().sort(
+            stable=True
+        )  # (N k,): experts in order, and which pair that was
         w = s.gather(1, chosen)
         w = w / w.sum(-1, keepdim=True) if self.k > 1 else w
         load = torch.zeros_like(self.load).index_add_(0, pairs, torch.ones_like(pairs))
@@ -89,10 +101,14 @@ class MoE(nn.Module):
             self.load += load
             if self.by_loss:
                 penalty = self.rate * self.E * (load / len(pairs) * s.mean(0)).sum()  # (4)
-                self.penalty = penalty if self.penalty is None else self.penalty  # recomputation makes a second one
+                self.penalty = (
+                    penalty if self.penalty is None else self.penalty
+                )  # recomputation makes a second one
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        up, down, gate = (None if w is None else w.to(dtype) for w in (self.up, self.down, self.gate))
+        up, down, gate = (
+            None if w is None else w.to(dtype) for w in (self.up, self.down, self.gate)
+        )
         x_rows = x.to(dtype)[rows]
         inner = self.act(grouped(x_rows, up if gate is None else gate, ends))
         inner = inner if gate is None else inner * grouped(x_rows, up, ends)

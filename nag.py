@@ -67,8 +67,12 @@ def rotate(r, s, f, a, eps=1e-12, centre=True, orthogonal=True):
     c = fr / (rr + eps) if orthogonal else 0.0
     ff = (ff - c * fr).clamp(min=0)  # (3)
     fr = fr - c * rr
-    k = a * torch.rsqrt(torch.maximum(ff, least) + eps)  # a u = k (f - mean - c r)                                 (4)
-    square = rr + 2 * k * fr + k * k * ff  # mean square of r + a u: 1 + a^2 up to rounding, if u is orthogonal to r
+    k = a * torch.rsqrt(
+        torch.maximum(ff, least) + eps
+    )  # a u = k (f - mean - c r)                                 (4)
+    square = (
+        rr + 2 * k * fr + k * k * ff
+    )  # mean square of r + a u: 1 + a^2 up to rounding, if u is orthogonal to r
     n = torch.rsqrt(square + eps)
     new = (n - n * k * c) * R + (n * k) * f - n * k * mean  # (6)
     return new.to(r.dtype), s + 0.5 * (torch.log1p(a * a) if orthogonal else torch.log(square))
@@ -86,7 +90,11 @@ class NAGEnds(NoEnds):
             if getattr(config, name) is not None and getattr(config, name) < least:
                 raise ValueError(f"{name}={getattr(config, name)}: give at least {least}")
         self.g_enc = nn.Parameter(torch.empty(1)) if config.nag_lane else None
-        self.g_dec, self.start, self.folded = nn.Parameter(torch.empty(1)), start_of_g_dec(config), False
+        self.g_dec, self.start, self.folded = (
+            nn.Parameter(torch.empty(1)),
+            start_of_g_dec(config),
+            False,
+        )
 
     def reset_parameters(self):
         if self.g_enc is not None:
@@ -97,7 +105,9 @@ class NAGEnds(NoEnds):
         w = upcast(e)
         w = w - w.mean(-1, keepdim=True)
         rho = torch.sqrt(w.square().mean(-1, keepdim=True) + 1e-12)  # (1)
-        return Stream((w / rho).to(e.dtype), rho.log() + (0.0 if self.g_enc is None else self.g_enc))
+        return Stream(
+            (w / rho).to(e.dtype), rho.log() + (0.0 if self.g_enc is None else self.g_enc)
+        )
 
     def readout(self, stream, head):
         w = head if self.folded else unit_rows(head)
@@ -119,7 +129,9 @@ def fold(model):
     """For inference, in place and for good: the rows of the head as (7) has them, once and not for every token"""
     if model.ends.folded:
         raise ValueError("the head is folded already")
-    model.head.weight = nn.Parameter(unit_rows(model.head.weight.detach()))  # of its own, where it was the embedding's
+    model.head.weight = nn.Parameter(
+        unit_rows(model.head.weight.detach())
+    )  # of its own, where it was the embedding's
     model.ends.folded = True
     return model.eval()
 
@@ -128,10 +140,18 @@ def start_of_g_dec(config):
     """Log of what the first logits' standard deviation is to be, less what s will have become: (1) and (6) at init"""
     if config.nag_first_logits is None:
         return -0.5 * math.log(config.n_embd)  # logits divided by d, all gains zero
-    m = 0.5 ** (1.0 if config.nag_beta is None else config.nag_beta) if config.nag_directions else 1.0
+    m = (
+        0.5 ** (1.0 if config.nag_beta is None else config.nag_beta)
+        if config.nag_directions
+        else 1.0
+    )
     m *= config.n_layer**-0.5 if config.branch_scale == "depth" else 1.0
     turns = [m * l**-config.nag_alpha_power for l in range(1, 2 * config.n_layer + 1)]
-    s = math.log(config.init_scale) + sum(0.5 * math.log1p(a * a) for a in turns) if config.nag_lane else 0.0
+    s = (
+        math.log(config.init_scale) + sum(0.5 * math.log1p(a * a) for a in turns)
+        if config.nag_lane
+        else 0.0
+    )
     return math.log(config.nag_first_logits) - s
 
 
@@ -147,12 +167,20 @@ class NAG(nn.Module):
         C = config.nag_directions
         self.alpha = nn.Parameter(torch.empty(1))
         if C:
-            self.w, self.b, self.p = (nn.Parameter(torch.empty(*shape)) for shape in ((C, config.n_embd), (C,), (C,)))
+            self.w, self.b, self.p = (
+                nn.Parameter(torch.empty(*shape)) for shape in ((C, config.n_embd), (C,), (C,))
+            )
             if config.nag_beta is None:
                 self.raw_beta = nn.Parameter(torch.empty(1))
-        self.start, self.beta, self.modulated = layer**-config.nag_alpha_power, config.nag_beta, C > 0
+        self.start, self.beta, self.modulated = (
+            layer**-config.nag_alpha_power,
+            config.nag_beta,
+            C > 0,
+        )
         self.parts = dict(centre=config.nag_centre, orthogonal=config.nag_orthogonal)
-        self.register_buffer("ramp", torch.ones(1))  # train.py lets it grow from 0 over alpha_warmup_iters
+        self.register_buffer(
+            "ramp", torch.ones(1)
+        )  # train.py lets it grow from 0 over alpha_warmup_iters
 
     def reset_parameters(self):
         nn.init.constant_(self.alpha, self.start)

@@ -60,7 +60,9 @@ def upcast(x):
 class RMSNorm(nn.Module):
     """y = gain * x / sqrt(v + eps), v = mean(x^2), or what is known of it"""
 
-    def __init__(self, n_embd, eps=1e-6, bias=False):  # bias: LayerNorm's, ignored here as in every RMSNorm
+    def __init__(
+        self, n_embd, eps=1e-6, bias=False
+    ):  # bias: LayerNorm's, ignored here as in every RMSNorm
         super().__init__()
         self.gain = nn.Parameter(torch.empty(n_embd))
         self.eps = eps
@@ -182,7 +184,9 @@ class DyTEnds(NoEnds):
 class PreNorm(nn.Module):
     settings = ()  # fields of GPTConfig that belong to this mode; other modes refuse them
     ends = FinalNorm
-    init_out = "scaled"  # how the output projections start, unless the setting of that name says otherwise
+    init_out = (
+        "scaled"  # how the output projections start, unless the setting of that name says otherwise
+    )
 
     def __init__(self, config, layer):
         super().__init__()
@@ -209,7 +213,9 @@ class PostNorm(PreNorm):
 class NoSkip(PostNorm):
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        refuse(config, "none", branch_scale="one")  # there is no stream that a branch could be too large for
+        refuse(
+            config, "none", branch_scale="one"
+        )  # there is no stream that a branch could be too large for
 
     def write(self, stream, f, gate=1.0):
         return stream._replace(x=(gate * self.norm(f)).to(stream.x.dtype))

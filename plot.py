@@ -65,11 +65,15 @@ def refuse_mixed_data(runs):
     """Losses on different data cannot be compared: data/python, for one, is made from each user's own Python."""
     seen = {}
     for run in runs:
-        header = next(json.loads(line) for line in need(os.path.join(run, "log.jsonl")) if '"run"' in line)["run"]
+        header = next(
+            json.loads(line) for line in need(os.path.join(run, "log.jsonl")) if '"run"' in line
+        )["run"]
         seen.setdefault(str(header.get("data")), run)
     if len(seen) > 1:
         one, two, *_ = seen.values()
-        raise SystemExit(f"plot.py: {one} and {two} were trained on different data (see data in their log.jsonl)")
+        raise SystemExit(
+            f"plot.py: {one} and {two} were trained on different data (see data in their log.jsonl)"
+        )
 
 
 def grouped(runs, but=()):
@@ -78,7 +82,9 @@ def grouped(runs, but=()):
     settings, groups = {run: read_log(run)[0] for run in runs}, {}
     for run, s in settings.items():
         alike = [other for other in settings.values() if other["residual"] == s["residual"]]
-        keys = [k for k in s if len({str(other[k]) for other in alike if k in other}) > 1]  # old logs know fewer
+        keys = [
+            k for k in s if len({str(other[k]) for other in alike if k in other}) > 1
+        ]  # old logs know fewer
         keys = [k for k in keys if k not in ("seed", "out_dir", "init_from", "max_iters", *but)]
         label = ", ".join([s["residual"], *(f"{k}={s[k]}" for k in keys)])
         groups.setdefault(label, (s["residual"], []))[1].append(run)
@@ -98,7 +104,9 @@ def draw(axes, runs, curve, band=True, **style):
     """One line a group of runs, their mean; curve: run -> (x, y)"""
     for _, members, look in styled(runs):
         curves = [dict(zip(*curve(run))) for run in members]
-        x = [x for x in curves[0] if all(x in other for other in curves)]  # where every seed has a point
+        x = [
+            x for x in curves[0] if all(x in other for other in curves)
+        ]  # where every seed has a point
         columns = [[y[at] for y in curves] for at in x]
         (line,) = axes.plot(x, [sum(c) / len(c) for c in columns], **(look | style))
         if band and len(members) > 1:
@@ -130,9 +138,13 @@ def losses_against(axes, runs, key, unit, label):
         for _, members, look in styled(runs):
             for i, run in enumerate(members):
                 axes.plot(
-                    *curve("val_loss")(run), **(look | {"label": None if i else look["label"], "marker": "o", "ms": 3})
+                    *curve("val_loss")(run),
+                    **(look | {"label": None if i else look["label"], "marker": "o", "ms": 3}),
                 )
-    axes.set(xlabel=label, ylabel="validation loss (nats a token)" + (", thin: training" if key == "tokens" else ""))
+    axes.set(
+        xlabel=label,
+        ylabel="validation loss (nats a token)" + (", thin: training" if key == "tokens" else ""),
+    )
 
 
 def loss(axes, runs):
@@ -168,7 +180,9 @@ def target(axes, runs):
             mean = sum(needed) / len(needed)
             error = [[mean - min(needed)], [max(needed) - mean]]
             hatch = None if side is axes else "//"
-            side.bar(i + shift, mean, 0.38, yerr=error, color=colour(residual), hatch=hatch, ec="white")
+            side.bar(
+                i + shift, mean, 0.38, yerr=error, color=colour(residual), hatch=hatch, ec="white"
+            )
     axes.set(
         xticks=range(len(groups)),
         xticklabels=[g.replace(", ", "\n") for g in groups],
@@ -229,9 +243,13 @@ def dropped(axes, runs):
 
 def calibrated(axes, runs):
     def curve(run):
-        bins = read_eval(run, "depth")["calibration"]  # each is drawn at its centre, as far off the diagonal as it is
+        bins = read_eval(run, "depth")[
+            "calibration"
+        ]  # each is drawn at its centre, as far off the diagonal as it is
         centres = [min(9, int(10 * c)) / 10 + 0.05 for c in bins["confidence"]]
-        return centres, [at + a - c for at, a, c in zip(centres, bins["accuracy"], bins["confidence"])]
+        return centres, [
+            at + a - c for at, a, c in zip(centres, bins["accuracy"], bins["confidence"])
+        ]
 
     axes.plot([0, 1], [0, 1], color="0.7", lw=1)
     draw(axes, runs, curve, marker="o", ms=3)
@@ -257,7 +275,13 @@ def against(axes, runs, x_of, but, value, shared=(), **style):
             points.setdefault(x_of(read_log(run)[0]), []).append(value(run))
         x = sorted(points)
         mean = [sum(points[at]) / len(points[at]) for at in x]
-        look = {"marker": mark, "ms": 5, "lw": 1.5, "label": label, "ls": ("-", "--")[mark != "o"]} | style
+        look = {
+            "marker": mark,
+            "ms": 5,
+            "lw": 1.5,
+            "label": label,
+            "ls": ("-", "--")[mark != "o"],
+        } | style
         (line,) = axes.plot(x, mean, color=colour(residual), **look)
         low, high = [min(points[at]) for at in x], [max(points[at]) for at in x]
         axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
@@ -273,20 +297,34 @@ def final_loss(run):
 
 def rate(axes, runs):
     dense = [run for run in runs if read_log(run)[0]["mod_rate"] == 0]
-    routed, but = [run for run in runs if run not in dense], ["mod_rate", "gate_lr", "nag_directions"]
+    routed, but = (
+        [run for run in runs if run not in dense],
+        ["mod_rate", "gate_lr", "nag_directions"],
+    )
     against(axes, routed, lambda s: s["mod_rate"], but, final_loss, dense)
     axes.set(xlabel="share of tokens that skip", ylabel="validation loss (nats a token)")
 
 
 def ladder(axes, runs):
-    shape = ["n_layer", "n_embd", "n_head", "n_kv_head", "n_hidden", "moe_experts", "moe_shared", "init_scale"]
+    shape = [
+        "n_layer",
+        "n_embd",
+        "n_head",
+        "n_kv_head",
+        "n_hidden",
+        "moe_experts",
+        "moe_shared",
+        "init_scale",
+    ]
     against(axes, runs, lambda s: s["n_embd"] / s["n_layer"], shape, final_loss)
     axes.set(xlabel="width over depth", ylabel="validation loss (nats a token)")
 
 
 def stability(axes, runs):
     def growth(run):
-        values = read_eval(run, "depth")["variance"] if final_loss(run) < math.inf else [0, 1, math.inf]
+        values = (
+            read_eval(run, "depth")["variance"] if final_loss(run) < math.inf else [0, 1, math.inf]
+        )
         return values[-1] / values[1]
 
     right = axes.twinx()
@@ -301,7 +339,11 @@ def stability(axes, runs):
 def map_(axes, runs):
     report = read_eval(runs[0], "mod")
     axes.imshow(report["map"], aspect="auto", cmap="Greys", interpolation="nearest")
-    axes.set(xlabel="token (black: it ran)", yticks=range(len(report["where"])), yticklabels=report["where"])
+    axes.set(
+        xlabel="token (black: it ran)",
+        yticks=range(len(report["where"])),
+        yticklabels=report["where"],
+    )
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
@@ -309,10 +351,21 @@ def speed(axes, files):
     height = 0
     for file in files:
         parts = [part for part in json.load(need(file)).values() if isinstance(part, dict)]
-        rows = {name: row for part in parts for name, row in part.items() if isinstance(row, dict) and "ratio" in row}
+        rows = {
+            name: row
+            for part in parts
+            for name, row in part.items()
+            if isinstance(row, dict) and "ratio" in row
+        }
         for name, row in rows.items():
             low, middle, high = row["ratio"]
-            axes.barh(height, middle, color=colour(name), xerr=[[middle - low], [high - middle]], ecolor="0.5")
+            axes.barh(
+                height,
+                middle,
+                color=colour(name),
+                xerr=[[middle - low], [high - middle]],
+                ecolor="0.5",
+            )
             axes.text(0, height, f" {name}  {middle:.3f}x", va="center", color="white")
             height += 1
     axes.axvline(1, color="0.7", lw=1)
@@ -331,12 +384,19 @@ def main(figure, out, *runs):
 
     matplotlib.use("Agg")
     matplotlib.rcParams.update(
-        {"svg.hashsalt": "residual", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+        {
+            "svg.hashsalt": "residual",
+            "font.size": 10,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
     )
     import matplotlib.pyplot as plt
 
     if figure not in FIGURES:
-        raise SystemExit(f"plot.py: there is no figure {figure!r}: choose one of {', '.join(FIGURES)}")
+        raise SystemExit(
+            f"plot.py: there is no figure {figure!r}: choose one of {', '.join(FIGURES)}"
+        )
     if FIGURES[figure] is not speed:
         refuse_mixed_data(runs)
     fig, axes = plt.subplots(figsize=(7, 4), layout="constrained")

@@ -41,9 +41,15 @@ from data import (
 )
 
 source = "python"  # python: the standard library's own source; c4: from the hub; anything else: a glob of files
-val_source: str | None = None  # glob of validation files; None: c4's own, elsewhere val_share of the documents
-val_share = 0.05  # share of the documents, chosen by a hash of their text, that is kept for validation
-tokenizer: str | None = None  # bytes, a name tiktoken knows, or a .tiktoken file; None: bytes for python, else gpt2
+val_source: str | None = (
+    None  # glob of validation files; None: c4's own, elsewhere val_share of the documents
+)
+val_share = (
+    0.05  # share of the documents, chosen by a hash of their text, that is kept for validation
+)
+tokenizer: str | None = (
+    None  # bytes, a name tiktoken knows, or a .tiktoken file; None: bytes for python, else gpt2
+)
 data_dir: str | None = None  # where the shards go; None: data/python, data/c4 or data/text
 max_tokens: int | None = None  # stop after so many training tokens; None: take all there is
 max_val_tokens = 10_000_000  # stop after so many validation tokens
@@ -60,16 +66,24 @@ C4 = "hf://datasets/allenai/c4/en/c4-{split}.{i:05d}-of-{n:05d}.json.gz"  # 1024
 def list_files(source):
     """(training files, validation files or None where a hash of each document decides)"""
     if source == "c4":
-        return [[C4.format(split=s, i=i, n=n) for i in range(n)] for s, n in (("train", 1024), ("validation", 8))]
+        return [
+            [C4.format(split=s, i=i, n=n) for i in range(n)]
+            for s, n in (("train", 1024), ("validation", 8))
+        ]
     if source == "python":
         root = sysconfig.get_paths()["stdlib"]
         pattern = os.path.join(glob.escape(root), "**", "*.py")
-        return sorted(f for f in glob.glob(pattern, recursive=True) if "site-packages" not in f), None
+        return sorted(
+            f for f in glob.glob(pattern, recursive=True) if "site-packages" not in f
+        ), None
     return sorted(glob.glob(source, recursive=True)), None
 
 
 def validates(text, share):
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") < share * 2**64
+    return (
+        int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+        < share * 2**64
+    )
 
 
 def batches(files, keep, start):
@@ -95,7 +109,9 @@ def batches(files, keep, start):
 def start_worker(name):
     global encoding
     encoding = get_tokenizer(name)
-    Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # do not outlive a killed parent
+    Thread(
+        target=lambda: (parent_process().join(), os._exit(1)), daemon=True
+    ).start()  # do not outlive a killed parent
 
 
 def tokenise(batch):
@@ -129,7 +145,13 @@ def write_split(name, files, keep, limit, directory, meta, pool, workers):
             with atomic(os.path.join(directory, shard)) as file:
                 file.write(HEADER.pack(MAGIC, VERSION, dtype.itemsize, fill, digest))
                 file.write(buffer[:fill].data)
-            split["shards"].append({"file": shard, "tokens": fill, "sha256": file_sha256(os.path.join(directory, shard))})
+            split["shards"].append(
+                {
+                    "file": shard,
+                    "tokens": fill,
+                    "sha256": file_sha256(os.path.join(directory, shard)),
+                }
+            )
         split.update(tokens=split["tokens"] + fill, next=next_token, complete=complete)
         write_json(os.path.join(directory, "meta.json"), meta)
         fill = 0
@@ -139,14 +161,21 @@ def write_split(name, files, keep, limit, directory, meta, pool, workers):
         for f, n, tokens in results:
             at = skip if (f, n) == (file, document) else 0
             while at < len(tokens) and (limit is None or split["tokens"] + fill < limit):
-                room = min(size - fill, sys.maxsize if limit is None else limit - split["tokens"] - fill)
+                room = min(
+                    size - fill, sys.maxsize if limit is None else limit - split["tokens"] - fill
+                )
                 part = tokens[at : at + room]
                 buffer[fill : fill + len(part)] = part
                 fill, at = fill + len(part), at + len(part)
                 if fill == size:
                     flush([f, n, at])
         tokens = split["tokens"] + fill
-        progress(name, tokens, tokens / limit if limit else f / len(files), (tokens - before) / (time.time() - began))
+        progress(
+            name,
+            tokens,
+            tokens / limit if limit else f / len(files),
+            (tokens - before) / (time.time() - began),
+        )
         if limit is not None and tokens >= limit:
             break
     flush([len(files), 0, 0], complete=True)
@@ -165,8 +194,18 @@ def prepare(settings):
     directory = settings["data_dir"] or f"data/{source if source in ('python', 'c4') else 'text'}"
     limit, cores = settings["max_tokens"], settings["workers"] or os.cpu_count()
     if source == "c4" and limit is None:
-        raise SystemExit("c4 is some 160e9 tokens, 320 GB of shards: say how many you want with --max_tokens=1e9")
-    if min(settings["shard_tokens"], settings["max_val_tokens"], 1 if limit is None else limit, cores) < 1:
+        raise SystemExit(
+            "c4 is some 160e9 tokens, 320 GB of shards: say how many you want with --max_tokens=1e9"
+        )
+    if (
+        min(
+            settings["shard_tokens"],
+            settings["max_val_tokens"],
+            1 if limit is None else limit,
+            cores,
+        )
+        < 1
+    ):
         raise SystemExit("shard_tokens, max_tokens, max_val_tokens and workers must be at least 1")
     if not 0 <= settings["val_share"] < 1:
         raise SystemExit(f"val_share={settings['val_share']}: give a share, 0 <= val_share < 1")
@@ -181,10 +220,16 @@ def prepare(settings):
     left = max(0, (limit or 0) - meta["splits"]["train"]["tokens"])
     need, free = left * token_dtype(encoding.n_vocab).itemsize, shutil.disk_usage(directory).free
     if need > free:
-        raise SystemExit(f"{directory}: {left:,} tokens need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+        raise SystemExit(
+            f"{directory}: {left:,} tokens need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+        )
     share = settings["val_share"] if val is None else 0.0
     jobs = {
-        "val": (val or train, lambda text: val or validates(text, share), settings["max_val_tokens"]),
+        "val": (
+            val or train,
+            lambda text: val or validates(text, share),
+            settings["max_val_tokens"],
+        ),
         "train": (train, lambda text: not share or not validates(text, share), limit),
     }
     with ProcessPoolExecutor(cores, get_context("spawn"), start_worker, (name,)) as pool:
@@ -210,17 +255,25 @@ def open_meta(directory, name, encoding, settings, train, val):
         "eot": encoding.eot_token,
         "dtype": token_dtype(encoding.n_vocab).name,
         "shard_tokens": settings["shard_tokens"],
-        "made_from": {k: settings[k] for k in ("source", "val_source", "val_share", "max_tokens", "max_val_tokens")},
+        "made_from": {
+            k: settings[k]
+            for k in ("source", "val_source", "val_share", "max_tokens", "max_val_tokens")
+        },
         "input_files": hashlib.sha256(
             json.dumps([[f, local_size(f)] for f in (*train, *(val or ()))]).encode()
         ).hexdigest(),
-        "splits": {s: {"tokens": 0, "shards": [], "next": [0, 0, 0], "complete": False} for s in ("val", "train")},
+        "splits": {
+            s: {"tokens": 0, "shards": [], "next": [0, 0, 0], "complete": False}
+            for s in ("val", "train")
+        },
     }
     if os.path.exists(path):
         old = read_meta(directory)
         differs = [key for key in meta if key != "splits" and meta[key] != old.get(key)]
         if differs:
-            raise SystemExit(f"{directory} was prepared with another {', '.join(differs)}: choose another --data_dir")
+            raise SystemExit(
+                f"{directory} was prepared with another {', '.join(differs)}: choose another --data_dir"
+            )
         return old
     if local:
         shutil.copyfile(name, os.path.join(directory, meta["tokenizer"]))

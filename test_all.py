@@ -104,8 +104,14 @@ def configure(tmp_path, *argv):
 def test_settings_take_values_of_their_type(tmp_path):
     argv = "--steps=1e3 --rate=1 --name=b=c --deep=True --pair=(3,4) --budget=2 --width=8".split()
     values, namespace = configure(tmp_path, *argv)
-    assert values == dict(steps=1000, rate=1.0, name="b=c", deep=True, pair=(3, 4), budget=2.0, width=8)
-    assert type(values["steps"]) is int and type(values["rate"]) is float and namespace["steps"] == 1000
+    assert values == dict(
+        steps=1000, rate=1.0, name="b=c", deep=True, pair=(3, 4), budget=2.0, width=8
+    )
+    assert (
+        type(values["steps"]) is int
+        and type(values["rate"]) is float
+        and namespace["steps"] == 1000
+    )
     assert "width" not in namespace
     assert configure(tmp_path, "--budget=1", "--budget=None")[0]["budget"] is None
     assert configure(tmp_path, "--name=7")[0]["name"] == "7"
@@ -160,7 +166,9 @@ def test_every_setting_is_declared_once_and_has_a_comment(script):
     settings = configurator.read_settings(open(os.path.join(HERE, script)).read())
     assert settings and all(s.comment for s in settings.values())
     shape = configurator.read_settings(open(model_file.__file__).read(), of="GPTConfig")
-    assert list(shape) == [f.name for f in dataclasses.fields(GPTConfig)] and all(s.comment for s in shape.values())
+    assert list(shape) == [f.name for f in dataclasses.fields(GPTConfig)] and all(
+        s.comment for s in shape.values()
+    )
     if script == "train.py":
         assert not set(settings) & set(shape)
 
@@ -179,7 +187,9 @@ def test_the_width_depth_ladder_of_experts_has_equal_parameters():
     shapes = re.findall(r"^(\d+)  (--.*)$", text, re.M)
     for ratio, argv in [*shapes, ("40", "")]:
         argv = [os.path.join(HERE, "config", "moe_840m.py"), *argv.split()]
-        values, _ = configurator.configure({"__file__": os.path.join(HERE, "train.py")}, GPTConfig, argv=argv)
+        values, _ = configurator.configure(
+            {"__file__": os.path.join(HERE, "train.py")}, GPTConfig, argv=argv
+        )
         config = GPTConfig(**{f.name: values[f.name] for f in dataclasses.fields(GPTConfig)})
         assert config.n_embd / config.n_layer == pytest.approx(int(ratio), rel=0.035)
         with torch.device("meta"):
@@ -194,7 +204,10 @@ def test_the_width_depth_ladder_of_experts_has_equal_parameters():
 
 def naive(model, idx):
     """The forward from the formulas, token by token and head by head, on the project's parameters"""
-    c, P = model.config, {n: p.detach().double() for n, p in (*model.named_parameters(), *model.named_buffers())}
+    c, P = (
+        model.config,
+        {n: p.detach().double() for n, p in (*model.named_parameters(), *model.named_buffers())},
+    )
     C, D, G = c.n_embd, c.n_embd // c.n_head, c.n_kv_head or c.n_head
 
     def norm(x, at):
@@ -247,20 +260,23 @@ def naive(model, idx):
 
         def through(h, w):
             up = h @ w["up"].T
-            return (act(h @ w["gate"].T) * up if c.activation == "swiglu" else act(up)) @ w["down"].T
+            return (act(h @ w["gate"].T) * up if c.activation == "swiglu" else act(up)) @ w[
+                "down"
+            ].T
 
         if not c.moe_experts:
             up = linear(h, at + ".up")
-            return linear(act(linear(h, at + ".gate")) * up if c.activation == "swiglu" else act(up), at + ".down")
+            return linear(
+                act(linear(h, at + ".gate")) * up if c.activation == "swiglu" else act(up),
+                at + ".down",
+            )
         out, parts = torch.zeros_like(h), [n for n in ("up", "gate", "down") if f"{at}.{n}" in P]
         for i, t in itertools.product(range(h.size(0)), range(h.size(1))):  # token by token
             share = torch.softmax(P[at + ".router.weight"] @ h[i, t], 0)
             chosen = torch.argsort(share + P[at + ".bias"], descending=True)[: c.moe_top_k].tolist()
             for e in chosen:
                 weight = share[e] / sum(share[j] for j in chosen) if len(chosen) > 1 else share[e]
-                out[i, t] += weight * through(
-                    h[i, t], {n: P[f"{at}.{n}"][e] for n in parts}
-                )
+                out[i, t] += weight * through(h[i, t], {n: P[f"{at}.{n}"][e] for n in parts})
         shared = {n: P.get(f"{at}.shared.{n}.weight") for n in parts}
         return out + through(h, shared) if c.moe_shared else out
 
@@ -287,12 +303,16 @@ def naive(model, idx):
         return (v * v).sum(-1, keepdim=True) / C
 
     def bounded(v, at):
-        return P[at + ".gain"] * torch.tanh(P[at + ".lam"] * math.sqrt(1 - c.bhyt_p) * x / torch.sqrt(v + c.norm_eps))
+        return P[at + ".gain"] * torch.tanh(
+            P[at + ".lam"] * math.sqrt(1 - c.bhyt_p) * x / torch.sqrt(v + c.norm_eps)
+        )
 
     def scaled(v, at):
         return P[at + ".gain"] * x / torch.sqrt(v + c.norm_eps)
 
-    def bhyt_block(b):  # SPEC: the variance before attention is measured, the one before the MLP predicted, or not
+    def bhyt_block(
+        b,
+    ):  # SPEC: the variance before attention is measured, the one before the MLP predicted, or not
         nonlocal x
         first, second = (f"blocks.{b}.{name}_residual.norm" for name in ("attn", "mlp"))
         normed, v = scaled if c.residual == "prenorm_approx" else bounded, mean_square(x)
@@ -301,7 +321,12 @@ def naive(model, idx):
         if c.residual == "bhyt_exact":
             v = mean_square(x)
         else:
-            w_v = P[f"blocks.{b}.attn.wv.weight"].view(G, 1, D, C).expand(G, c.n_head // G, D, C).reshape(C, C)
+            w_v = (
+                P[f"blocks.{b}.attn.wv.weight"]
+                .view(G, 1, D, C)
+                .expand(G, c.n_head // G, D, C)
+                .reshape(C, C)
+            )
             product = P[f"blocks.{b}.attn.wo.weight"] @ w_v
             k = (product * (gain if c.bhyt_unit else 1)).square().sum() / (c.block_size * C)
             spread = gain.square().mean() if lam is None else (lam * math.sqrt(1 - c.bhyt_p)) ** 2
@@ -315,7 +340,13 @@ def naive(model, idx):
     if c.residual == "nag":
         x = x - x.sum(-1, keepdim=True) / C
         lane, x = torch.log(rms(x)) + P.get("ends.g_enc", 0), x / rms(x)
-    x = norm(x, "ends.norm_in") if c.residual == "perinorm" else P["ends.scale"] * x if c.residual == "dyt" else x
+    x = (
+        norm(x, "ends.norm_in")
+        if c.residual == "perinorm"
+        else P["ends.scale"] * x
+        if c.residual == "dyt"
+        else x
+    )
     s = 1 / math.sqrt(c.n_layer) if c.branch_scale == "depth" else 1
     for b, (f, name) in itertools.product(range(c.n_layer), ((attention, "attn"), (mlp, "mlp"))):
         at = f"blocks.{b}.{name}_residual.norm"
@@ -341,7 +372,10 @@ def naive(model, idx):
     W = P["embed.weight" if c.tied else "head.weight"]
     if c.residual == "nag":
         W = W - W.mean(-1, keepdim=True)
-        x, W = x * torch.exp(P["ends.g_dec"] + (lane if c.nag_lane else 0)) / math.sqrt(C), W / rms(W)
+        x, W = (
+            x * torch.exp(P["ends.g_dec"] + (lane if c.nag_lane else 0)) / math.sqrt(C),
+            W / rms(W),
+        )
     return x @ W.T
 
 
@@ -367,7 +401,9 @@ def test_model_equals_the_equations(changes):
     model = shaken(tiny(**{"n_embd": 16, **changes})).double()
     model.refresh()
     D, base = model.config.n_embd // model.config.n_head, model.config.rope_base
-    angle = torch.tensor([[t * base ** (-2 * i / D) for i in range(D // 2)] for t in range(32)], dtype=torch.float64)
+    angle = torch.tensor(
+        [[t * base ** (-2 * i / D) for i in range(D // 2)] for t in range(32)], dtype=torch.float64
+    )
     torch.testing.assert_close(model.cos.float(), angle.cos().float())
     model.cos, model.sin = angle.cos(), angle.sin()  # the model keeps these in float32
     idx = some_ids(T=7)
@@ -380,7 +416,9 @@ def test_loss_is_the_mean_cross_entropy_and_ignores_minus_one():
     targets[0, :5] = -1
     logits, loss = model(idx, targets)
     p = logits.softmax(-1)
-    picked = [-p[b, t, targets[b, t]].log() for b in range(2) for t in range(32) if targets[b, t] >= 0]
+    picked = [
+        -p[b, t, targets[b, t]].log() for b in range(2) for t in range(32) if targets[b, t] >= 0
+    ]
     torch.testing.assert_close(loss, torch.stack(picked).mean())
     assert model(idx)[1] is None
 
@@ -390,14 +428,20 @@ def test_loss_is_the_mean_cross_entropy_and_ignores_minus_one():
     "how", [dict(loss_chunk=7), dict(recompute=True), dict(loss_chunk=100, recompute=True)], ids=str
 )
 def test_what_spends_less_memory_changes_no_number(residual, how):
-    model, x, y = shaken(tiny(residual=residual, dropout=0.2)).train(), some_ids(3), some_ids(3, seed=2)
+    model, x, y = (
+        shaken(tiny(residual=residual, dropout=0.2)).train(),
+        some_ids(3),
+        some_ids(3, seed=2),
+    )
     y[0, :5] = -1
 
     kept = []
 
     def gradients():
         torch.manual_seed(0)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.numel()) or t, lambda t: t
+        ):
             loss = model(x, y)[1]
         return loss, torch.autograd.grad(loss, [p for p in model.parameters()], allow_unused=True)
 
@@ -419,10 +463,14 @@ def test_dyt_equals_the_golden():
     with torch.no_grad():
         for name, key in (("alpha", "alpha"), ("gain", "gamma"), ("shift", "beta")):
             getattr(dyt, name).copy_(torch.from_numpy(z[key]))
-    torch.testing.assert_close(dyt(torch.from_numpy(z["x"])), torch.from_numpy(z["out"]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        dyt(torch.from_numpy(z["x"])), torch.from_numpy(z["out"]), rtol=1e-6, atol=1e-6
+    )
 
 
-@pytest.mark.parametrize("norm, reference", [(norms.RMSNorm, F.rms_norm), (norms.LayerNorm, F.layer_norm)])
+@pytest.mark.parametrize(
+    "norm, reference", [(norms.RMSNorm, F.rms_norm), (norms.LayerNorm, F.layer_norm)]
+)
 def test_norms_take_their_statistics_in_float32_and_keep_the_dtype(norm, reference):
     x = torch.randn(5, 64, dtype=torch.float64) * 1e-3
     module = norm(64, eps=1e-6).double()
@@ -430,7 +478,9 @@ def test_norms_take_their_statistics_in_float32_and_keep_the_dtype(norm, referen
     torch.testing.assert_close(module(x), reference(x, (64,), eps=1e-6), rtol=1e-12, atol=1e-12)
     y = module.bfloat16()(x.bfloat16())
     exact = reference(x.bfloat16().float(), (64,), eps=1e-6)
-    assert y.dtype == torch.bfloat16 and (y.float() - exact).abs().max() <= exact.abs().max() * 2**-8
+    assert (
+        y.dtype == torch.bfloat16 and (y.float() - exact).abs().max() <= exact.abs().max() * 2**-8
+    )
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
@@ -462,14 +512,22 @@ def test_generate():
     assert torch.equal(generate.generate(model, idx, 20, temperature=0), text)
     assert torch.equal(generate.generate(model, idx, 20, top_k=1), text)
     assert torch.equal(generate.generate(model, idx, 20, top_p=1e-6), text)
-    assert generate.generate(model, idx, 100, temperature=0).shape == (2, 104)  # far past the window of 32
+    assert generate.generate(model, idx, 100, temperature=0).shape == (
+        2,
+        104,
+    )  # far past the window of 32
     assert generate.generate(model, idx, 50, n_vocab=10, temperature=5.0)[:, 4:].max() < 10
     stop = int(text[0, 6])
     out = generate.generate(model, idx[:1], 20, temperature=0, stop=stop)
     assert torch.equal(out, text[:1, : text[0, 4:].tolist().index(stop) + 5])
     assert len(list(generate.stream_tokens(model, idx, 5))) == 5
-    both = torch.cat([*generate.stream_tokens(model, idx[:1].expand(2, -1), 30, temperature=0, stop=stop)], 1)
-    assert both.size(1) == generate.CHECK and (both[:, text[0, 4:].tolist().index(stop) :] == stop).all()
+    both = torch.cat(
+        [*generate.stream_tokens(model, idx[:1].expand(2, -1), 30, temperature=0, stop=stop)], 1
+    )
+    assert (
+        both.size(1) == generate.CHECK
+        and (both[:, text[0, 4:].tolist().index(stop) :] == stop).all()
+    )
     assert generate.generate(tiny(block_size=1), idx, 3).shape == (2, 7)
     for how in (dict(top_k=0), dict(top_p=0.0), dict(temperature=-1.0)):
         with pytest.raises(ValueError, match="top_k at least 1"):
@@ -477,7 +535,9 @@ def test_generate():
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(), dict(residual="bhyt"), dict(mod_on="both", mod_rate=0.3, moe_experts=4)], ids=str
+    "changes",
+    [dict(), dict(residual="bhyt"), dict(mod_on="both", mod_rate=0.3, moe_experts=4)],
+    ids=str,
 )
 def test_a_compiled_step_decodes_as_an_eager_one_and_is_compiled_once(changes):
     model, idx = shaken(tiny(**changes)).eval(), some_ids(T=4)
@@ -527,7 +587,9 @@ def test_sampling_follows_the_distribution():
     assert shares().tolist() == near([0.5, 0.3, 0.15, 0.05])
     assert shares(top_k=2).tolist() == near([0.625, 0.375, 0, 0])
     assert shares(top_p=0.7).tolist() == near([0.625, 0.375, 0, 0])
-    assert shares(temperature=0.5).tolist() == near([x / 0.365 for x in (0.25, 0.09, 0.0225, 0.0025)])
+    assert shares(temperature=0.5).tolist() == near(
+        [x / 0.365 for x in (0.25, 0.09, 0.0225, 0.0025)]
+    )
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
@@ -549,7 +611,9 @@ def test_every_parameter_is_initialised_and_in_one_group(residual):
     assert sorted(names) == sorted(n for n, _ in model.named_parameters())
     assert all(model.get_parameter(n).ndim == 2 for n in groups["matrices"] + groups["embeddings"])
     assert all(model.get_parameter(n).ndim == 1 for n in groups["vectors"])
-    assert len(groups["gates"]) == {"dyt": 6, "nag": 2 + 4 * 5, "bhyt": 4, "bhyt_exact": 4}.get(residual, 0)
+    assert len(groups["gates"]) == {"dyt": 6, "nag": 2 + 4 * 5, "bhyt": 4, "bhyt_exact": 4}.get(
+        residual, 0
+    )
 
 
 def test_a_parameter_without_a_rule_is_an_error():
@@ -579,8 +643,12 @@ def test_initial_weights_have_the_variance_they_should(how, std):
     }
     torch.testing.assert_close(down["scaled"], down["plain"] / 2)  # sqrt(2 n_layer) = 2
     assert not down["zero"].any()
-    assert torch.equal(tiny(n_embd=256, residual="prenorm", **how).blocks[0].mlp.down.weight, down["scaled"])
-    assert torch.equal(tiny(n_embd=256, residual="lns", **how).blocks[0].mlp.down.weight, down["plain"])
+    assert torch.equal(
+        tiny(n_embd=256, residual="prenorm", **how).blocks[0].mlp.down.weight, down["scaled"]
+    )
+    assert torch.equal(
+        tiny(n_embd=256, residual="lns", **how).blocks[0].mlp.down.weight, down["plain"]
+    )
 
 
 FLIPS = dict(
@@ -602,7 +670,9 @@ def test_every_model_setting_changes_something(field):
             tiny()(some_ids(T=33))
         return
     base = dict(
-        residual={"dyt": "dyt", "nag": "nag", "bhyt": "bhyt", "mod": "nag"}.get(field.partition("_")[0], "prenorm")
+        residual={"dyt": "dyt", "nag": "nag", "bhyt": "bhyt", "mod": "nag"}.get(
+            field.partition("_")[0], "prenorm"
+        )
     )
     change = {field: FLIPS[field]}
     if field.startswith("moe_") and field != "moe_experts":
@@ -644,27 +714,54 @@ def test_every_model_setting_changes_something(field):
         (dict(dropout=1.0), "dropout=1.0"),
         (dict(dyt_alpha=(1.0,)), "three starts"),
         (dict(residual="nag", norm="none"), "residual='nag' does not use norm: leave it at 'rms'"),
-        (dict(residual="lns", nag_centre=False), "residual='lns' does not use nag_centre: leave it at True"),
+        (
+            dict(residual="lns", nag_centre=False),
+            "residual='lns' does not use nag_centre: leave it at True",
+        ),
         (dict(residual="bhyt", norm="layer"), "residual='bhyt' does not use norm"),
-        (dict(residual="bhyt_exact", bhyt_context=8), "residual='bhyt_exact' does not use bhyt_context"),
-        (dict(residual="prenorm_approx", bhyt_p=0.5), "residual='prenorm_approx' does not use bhyt_p"),
+        (
+            dict(residual="bhyt_exact", bhyt_context=8),
+            "residual='bhyt_exact' does not use bhyt_context",
+        ),
+        (
+            dict(residual="prenorm_approx", bhyt_p=0.5),
+            "residual='prenorm_approx' does not use bhyt_p",
+        ),
         (dict(residual="bhyt", bhyt_p=1.0), "0 <= p < 1"),
         (dict(residual="bhyt", bhyt_lambda=(2.0, 0.0, 0.0)), "three starts"),
-        (dict(nag_directions=0, nag_beta=1.0), "residual='nag' does not use nag_beta: leave it at None"),
+        (
+            dict(nag_directions=0, nag_beta=1.0),
+            "residual='nag' does not use nag_beta: leave it at None",
+        ),
         (dict(norm_eps=1e-5), "residual='nag' does not use norm_eps"),
         (dict(init_scale=0.0), "init_scale=0.0: must be above 0"),
-        (dict(mod_on="mlp", mod_rate=0.1, nag_directions=0), "mod_router='nag' needs nag_directions above 0"),
-        (dict(mod_on="mlp", mod_rate=0.1, mod_router="learned", mod_fallback=True), "does not use mod_fallback"),
-        (dict(mod_on="mlp", mod_rate=0.1, mod_blocks="inner"), "of n_layer=2 blocks none takes part"),
+        (
+            dict(mod_on="mlp", mod_rate=0.1, nag_directions=0),
+            "mod_router='nag' needs nag_directions above 0",
+        ),
+        (
+            dict(mod_on="mlp", mod_rate=0.1, mod_router="learned", mod_fallback=True),
+            "does not use mod_fallback",
+        ),
+        (
+            dict(mod_on="mlp", mod_rate=0.1, mod_blocks="inner"),
+            "of n_layer=2 blocks none takes part",
+        ),
         (dict(moe_top_k=3), "moe_top_k needs moe_experts above 0"),
         (dict(mod_rate=0.5), "mod_rate needs mod_on"),
         (dict(mod_blocks="inner", mod_fallback=True), "needs mod_on"),
         (dict(moe_experts=2, moe_rate=-1.0), "a rate of 0 or more"),
         (dict(mod_on="both", mod_rate=1.0), "0 <= rate < 1"),
-        (dict(mod_on="mlps", mod_rate=0.1), "mod_on='mlps': choose one of none, attention, mlp, both"),
+        (
+            dict(mod_on="mlps", mod_rate=0.1),
+            "mod_on='mlps': choose one of none, attention, mlp, both",
+        ),
         (dict(mod_router="best"), "mod_router='best': choose one of nag, learned, random"),
         (dict(mod_budget="all"), "mod_budget='all': choose one of global, layer"),
-        (dict(mod_on="mlp", mod_rate=0.1, mod_blocks="odd"), "mod_blocks='odd': choose one of all, alternate, inner"),
+        (
+            dict(mod_on="mlp", mod_rate=0.1, mod_blocks="odd"),
+            "mod_blocks='odd': choose one of all, alternate, inner",
+        ),
         (dict(mod_on="mlp", mod_rate=0.1, residual="lns"), "mod_router='nag' needs residual='nag'"),
         (dict(moe_experts=2, moe_top_k=3), "moe_experts=2, moe_top_k=3"),
         (dict(moe_experts=2, moe_balance="luck"), "moe_balance='luck': choose one of bias, loss"),
@@ -693,7 +790,9 @@ def test_bad_names_and_shapes_raise_when_the_model_is_built(changes, message):
 )  # fmt: skip
 def test_flops_are_those_that_torch_counts(changes, monkeypatch):
     monkeypatch.setattr(  # of a custom operator torch counts nothing
-        moe, "grouped", lambda x, w, ends: torch.cat([x[a:b] @ w[e].T for e, (a, b) in moe.spans(ends)])
+        moe,
+        "grouped",
+        lambda x, w, ends: torch.cat([x[a:b] @ w[e].T for e, (a, b) in moe.spans(ends)]),
     )
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -706,7 +805,9 @@ def test_flops_are_those_that_torch_counts(changes, monkeypatch):
     # torch counts the scores of n queries with all T keys, we those with the (T + 1) / 2 that a query sees on average
     asked = [T if block.attn_router is None else block.attn_router.k for block in model.blocks]
     masked = sum(n * (T - 1) / 2 for n in asked)
-    assert B * T * model.flops_per_token() == pytest.approx(sum(counts.values()) - B * 12 * C * masked)
+    assert B * T * model.flops_per_token() == pytest.approx(
+        sum(counts.values()) - B * 12 * C * masked
+    )
 
 
 @pytest.mark.parametrize("queries, keys", [(300, 300), (256, 256), (19, 32), (3, 300), (190, 300)])
@@ -717,14 +818,18 @@ def test_attention_for_the_compiler_is_the_library_s(queries, keys, n_kv_head):
         torch.randn(2, heads, n, 8, dtype=torch.float64, requires_grad=True)
         for heads, n in ((4, queries), (n_kv_head, keys), (n_kv_head, keys))
     )
-    rows = torch.stack([torch.randperm(keys)[:queries].sort().values for _ in range(2)])  # some tokens, in order
+    rows = torch.stack(
+        [torch.randperm(keys)[:queries].sort().values for _ in range(2)]
+    )  # some tokens, in order
     rows[0] = torch.arange(keys)[-queries:]  # and the last ones
     mask = (torch.arange(keys) <= rows[..., None])[:, None] if queries < keys else None
     ours = cpu_attention(q, k, v, mask, 128)
     theirs = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
     torch.testing.assert_close(ours, theirs)
     g = torch.randn_like(ours)
-    for x, y in zip(torch.autograd.grad(ours, (q, k, v), g), torch.autograd.grad(theirs, (q, k, v), g)):
+    for x, y in zip(
+        torch.autograd.grad(ours, (q, k, v), g), torch.autograd.grad(theirs, (q, k, v), g)
+    ):
         torch.testing.assert_close(x, y)
 
 
@@ -741,7 +846,9 @@ def test_compiled_equals_eager_and_all_blocks_share_one_graph(changes):
     results = []
     for compiled in (False, True):
         model = shaken(tiny(n_layer=12, **changes))
-        if "moe_experts" in changes or "mod_on" in changes:  # where rounding could decide who is chosen
+        if (
+            "moe_experts" in changes or "mod_on" in changes
+        ):  # where rounding could decide who is chosen
             model.double()
         if compiled:
             torch._dynamo.reset()
@@ -751,7 +858,9 @@ def test_compiled_equals_eager_and_all_blocks_share_one_graph(changes):
         logits, loss = model(idx, idx.roll(-1, 1))
         loss.backward()
         results.append([logits.detach(), *(p.grad for p in model.parameters())])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # at most the first block apart from the rest
+    assert (
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    )  # at most the first block apart from the rest
     for eager, fused in zip(*results):
         torch.testing.assert_close(fused, eager, rtol=1e-3, atol=1e-5)
 
@@ -769,7 +878,11 @@ def some_lanes(*shape, dtype=torch.float64, seed=0):
 
 
 def test_nag_equals_the_golden_with_its_gradients():
-    z = {k: torch.from_numpy(v) for k, v in np.load(os.path.join(HERE, "goldens", "nag.npz")).items() if v.ndim}
+    z = {
+        k: torch.from_numpy(v)
+        for k, v in np.load(os.path.join(HERE, "goldens", "nag.npz")).items()
+        if v.ndim
+    }
     for eps, tolerance in (({"eps": 0.0}, 1e-9), ({}, 1e-5)):
         r, f = z["direction"].clone().requires_grad_(), z["branch_out"].clone().requires_grad_()
         m = nag.modulator(r, z["mod_weight"], z["mod_bias"], z["mod_logits"], z["beta"])
@@ -800,7 +913,9 @@ def test_nag_lanes_are_an_additive_stream():
     R, layers = stream.x * stream.lane.exp(), 0
     for b, block in enumerate(model.blocks):
         for name in ("attn", "mlp"):
-            f = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(b), dtype=torch.float64)
+            f = torch.randn(
+                2, 6, 32, generator=torch.Generator().manual_seed(b), dtype=torch.float64
+            )
             residual = getattr(block, name + "_residual")
             rho = R.square().mean(-1, keepdim=True).sqrt()
             v = f - f.mean(-1, keepdim=True)
@@ -809,8 +924,12 @@ def test_nag_lanes_are_an_additive_stream():
             a = residual.alpha * gates[..., None] ** F.softplus(residual.raw_beta)
             R = R + rho * a * v / v.square().mean(-1, keepdim=True).sqrt()
             stream, layers = residual.write(stream, f), layers + 1
-            torch.testing.assert_close(stream.x, R / R.square().mean(-1, keepdim=True).sqrt(), rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(stream.lane, R.square().mean(-1, keepdim=True).log() / 2, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                stream.x, R / R.square().mean(-1, keepdim=True).sqrt(), rtol=1e-9, atol=1e-9
+            )
+            torch.testing.assert_close(
+                stream.lane, R.square().mean(-1, keepdim=True).log() / 2, rtol=1e-9, atol=1e-9
+            )
     assert layers == 128
 
 
@@ -821,7 +940,9 @@ def test_nag_only_turns_and_by_no_more_than_it_may():
         torch.testing.assert_close(new.square().mean(-1), torch.ones(4, 7, dtype=torch.float64))
         cosine = (r * new).mean(-1, keepdim=True)
         torch.testing.assert_close(torch.acos(cosine), torch.atan(a))
-        torch.testing.assert_close(norm - s, -torch.log(cosine))  # the hypotenuse grows as the cosine falls
+        torch.testing.assert_close(
+            norm - s, -torch.log(cosine)
+        )  # the hypotenuse grows as the cosine falls
     r = r.detach() - r.detach().mean(-1, keepdim=True)
     assert nag.rotate(r, s, f, a)[0].mean(-1).abs().max() < 1e-9  # what is centred stays so
 
@@ -836,7 +957,9 @@ def test_nag_keeps_its_norm_in_bfloat16_over_256_sublayers():
         assert (r.dtype, s.dtype) == (torch.bfloat16, torch.float32)
         norm = r.float().square().mean(-1).sqrt()
         assert (norm - 1).abs().max() < 0.01
-    torch.testing.assert_close(turned, torch.full_like(turned, 128 * math.log(1.49)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        turned, torch.full_like(turned, 128 * math.log(1.49)), rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -850,8 +973,14 @@ def test_nag_survives_what_would_divide_by_zero(dtype):
         (new.float().sum() + norm.sum()).backward()
         assert all(x.isfinite().all() for x in (new, norm, *(leaf.grad for leaf in leaves)))
         assert (new.float().square().mean(-1).sqrt() - 1).abs().max() < 0.01
-    assert nag.rotate(zero, s, f, a)[0].isfinite().all() and not nag.rotate(zero, s, zero, a)[0].any()
-    w, b, p = torch.zeros(4, 64, dtype=dtype), torch.full((4,), -1e4, dtype=dtype).requires_grad_(), torch.zeros(4)
+    assert (
+        nag.rotate(zero, s, f, a)[0].isfinite().all() and not nag.rotate(zero, s, zero, a)[0].any()
+    )
+    w, b, p = (
+        torch.zeros(4, 64, dtype=dtype),
+        torch.full((4,), -1e4, dtype=dtype).requires_grad_(),
+        torch.zeros(4),
+    )
     m = nag.modulator(r, w, b, p, torch.tensor(0.3))  # every gate shut
     m.sum().backward()
     assert m.max().item() == pytest.approx(1e-6**0.3, rel=1e-5) and b.grad.isfinite().all()
@@ -874,7 +1003,10 @@ def test_nag_in_float32_is_as_exact_near_a_parallel_update_as_its_file_says(degr
     r = r - r.mean(-1, keepdim=True)
     r = r / r.square().mean(-1, keepdim=True).sqrt()
     across = f - f.mean(-1, keepdim=True) - (f * r).mean(-1, keepdim=True) * r
-    update = cosine * r + math.sqrt(1 - cosine**2) * across / across.square().mean(-1, keepdim=True).sqrt()
+    update = (
+        cosine * r
+        + math.sqrt(1 - cosine**2) * across / across.square().mean(-1, keepdim=True).sqrt()
+    )
     low = [x.float() for x in (r, s, update, a)]
     exact, ours = nag.plain_rotate(*(x.double() for x in low))[0], nag.rotate(*low)[0]
     assert (ours.square().mean(-1).sqrt() - 1).abs().max() < 2e-3
@@ -886,13 +1018,19 @@ def test_nag_in_float32_is_as_exact_near_a_parallel_update_as_its_file_says(degr
         assert (less < turn).all()
 
 
-@pytest.mark.parametrize("changes", [{}, dict(nag_directions=0), dict(nag_lane=False), dict(tied=False)], ids=str)
-@pytest.mark.parametrize("n_layer, n_embd, init_scale", [(1, 128, 0.05), (8, 64, 0.05), (32, 128, 0.02), (64, 64, 0.1)])
+@pytest.mark.parametrize(
+    "changes", [{}, dict(nag_directions=0), dict(nag_lane=False), dict(tied=False)], ids=str
+)
+@pytest.mark.parametrize(
+    "n_layer, n_embd, init_scale", [(1, 128, 0.05), (8, 64, 0.05), (32, 128, 0.02), (64, 64, 0.1)]
+)
 def test_nag_starts_its_logits_at_the_same_size_at_any_depth(n_layer, n_embd, init_scale, changes):
     model = tiny(n_layer=n_layer, n_embd=n_embd, init_scale=init_scale, **changes)
     with torch.no_grad():
         logits = model(some_ids())[0]
-    own = F.one_hot(some_ids(), 64).bool()  # with tied matrices a token's own logit stands out, in every mode
+    own = F.one_hot(
+        some_ids(), 64
+    ).bool()  # with tied matrices a token's own logit stands out, in every mode
     assert 0.5 < logits[~own].std().item() < 1.0
 
 
@@ -919,7 +1057,11 @@ def test_nag_knows_what_its_norm_lane_will_be(changes):
 def test_nag_gates_have_their_own_learning_rate_and_no_decay():
     model = tiny()
     for kind in ("adamw", "muon"):
-        groups = [g for opt in model.optimizers(kind, 4e-3, 1e-3, 0.1, (0.9, 0.95)) for g in opt.param_groups]
+        groups = [
+            g
+            for opt in model.optimizers(kind, 4e-3, 1e-3, 0.1, (0.9, 0.95))
+            for g in opt.param_groups
+        ]
         (gates,) = (g for g in groups if any(p is model.ends.g_dec for p in g["params"]))
         assert (gates["peak"], gates["weight_decay"]) == (1e-3, 0.0)
         assert {p.numel() for p in gates["params"]} == {1, 32, 32 * 32}
@@ -930,11 +1072,15 @@ def test_nag_compiles_to_one_kernel_forward_and_one_backward():
 
     r, s, f, a = some_lanes(4, 16, 64, dtype=torch.float32)
     compiled = torch.compile(nag.rotate, fullgraph=True)
-    _, codes = run_and_get_code(lambda: torch.autograd.backward(compiled(r, s, f, a), (r.detach(), s.detach())))
+    _, codes = run_and_get_code(
+        lambda: torch.autograd.backward(compiled(r, s, f, a), (r.detach(), s.detach()))
+    )
     assert [len(re.findall(r"^cpp_fused\w+ = ", code, re.M)) for code in codes] == [1, 1]
 
 
-@pytest.mark.parametrize("device, index", [("cuda", 0), ("cuda:1", 1), (torch.device("cuda", 1), 1)], ids=str)
+@pytest.mark.parametrize(
+    "device, index", [("cuda", 0), ("cuda:1", 1), (torch.device("cuda", 1), 1)], ids=str
+)
 def test_a_gpu_is_made_ready_by_any_of_its_names(monkeypatch, device, index):
     chosen, precision = [], torch.get_float32_matmul_precision()
     monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
@@ -953,7 +1099,10 @@ def test_on_cuda_what_is_compiled_equals_float64(d, dtype, close, kind):
     r = r / r.square().mean(-1, keepdim=True).sqrt()
     f = {"any": f, "parallel": 3 * r + 0.5 * f, "zero": 0 * f}[kind]
     s, a = torch.zeros(64, 1, dtype=torch.float64), torch.full((64, 1), 0.3, dtype=torch.float64)
-    lam, gamma = torch.full((1,), 2.0, dtype=torch.float64), torch.rand(d, generator=g, dtype=torch.float64)
+    lam, gamma = (
+        torch.full((1,), 2.0, dtype=torch.float64),
+        torch.rand(d, generator=g, dtype=torch.float64),
+    )
 
     def turned(r, f):
         lane = dict(device=r.device, dtype=torch.promote_types(r.dtype, torch.float32))
@@ -961,7 +1110,9 @@ def test_on_cuda_what_is_compiled_equals_float64(d, dtype, close, kind):
 
     def bounded(x, f):
         x = norms.upcast(x + f)
-        return bhyt.bounded_tanh(x, x.square().mean(-1, keepdim=True), lam.to(x), gamma.to(x), 10.0).to(f.dtype)
+        return bhyt.bounded_tanh(
+            x, x.square().mean(-1, keepdim=True), lam.to(x), gamma.to(x), 10.0
+        ).to(f.dtype)
 
     for function in (turned, bounded):
         results = []
@@ -986,10 +1137,18 @@ def test_walk_is_the_forward_and_gate_health_counts_what_is_shut():
         model.blocks[1].attn_residual.b.fill_(-100)
         health = depth.gate_health(model, idx)
     dropping = shaken(tiny(dropout=0.5)).train()
-    assert depth.gate_health(dropping, idx) == depth.gate_health(dropping, idx) and dropping.training
+    assert (
+        depth.gate_health(dropping, idx) == depth.gate_health(dropping, idx) and dropping.training
+    )
     assert health["dead"] == 2 and health["floor"] == 0.5 and len(health["a"]) == 4
-    steps = [depth.degrees(before.x, stream.x).item() for _, _, _, before, stream in depth.walk(model, idx)]
-    assert steps[0] == pytest.approx(math.degrees(math.atan(health["a"][0])), rel=0.02) and steps[1] < 1e-3
+    steps = [
+        depth.degrees(before.x, stream.x).item()
+        for _, _, _, before, stream in depth.walk(model, idx)
+    ]
+    assert (
+        steps[0] == pytest.approx(math.degrees(math.atan(health["a"][0])), rel=0.02)
+        and steps[1] < 1e-3
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -997,7 +1156,10 @@ def test_walk_is_the_forward_and_gate_health_counts_what_is_shut():
 
 
 def test_bhyt_equals_the_golden_with_its_gradients():
-    z = {k: torch.from_numpy(np.asarray(v)) for k, v in np.load(os.path.join(HERE, "goldens", "bhyt.npz")).items()}
+    z = {
+        k: torch.from_numpy(np.asarray(v))
+        for k, v in np.load(os.path.join(HERE, "goldens", "bhyt.npz")).items()
+    }
     same = dict(rtol=2e-6, atol=2e-6)
     c = bhyt.attention_gain(z["w_v"], z["w_o"], 4, 2, 8)
     torch.testing.assert_close(c, z["c_attn"], **same)
@@ -1007,9 +1169,15 @@ def test_bhyt_equals_the_golden_with_its_gradients():
     torch.testing.assert_close(y, z["normed_attn"], **same)
     torch.testing.assert_close(y, z["exact_normed"], **same)
     y.backward(z["grad_out"])
-    for ours, key in ((x.grad, "exact_grad_x"), (lam.grad, "exact_grad_lam"), (gamma.grad, "exact_grad_gamma")):
+    for ours, key in (
+        (x.grad, "exact_grad_x"),
+        (lam.grad, "exact_grad_lam"),
+        (gamma.grad, "exact_grad_gamma"),
+    ):
         torch.testing.assert_close(ours, z[key], **same)
-    model = tiny(residual="bhyt", n_layer=1, n_head=4, n_kv_head=2, block_size=8)  # the modules, as a block uses them
+    model = tiny(
+        residual="bhyt", n_layer=1, n_head=4, n_kv_head=2, block_size=8
+    )  # the modules, as a block uses them
     first, second = model.blocks[0].attn_residual, model.blocks[0].mlp_residual
     with torch.no_grad():
         model.blocks[0].attn.wv.weight.copy_(z["w_v"])
@@ -1025,7 +1193,9 @@ def test_bhyt_equals_the_golden_with_its_gradients():
 
 
 def test_the_cheap_tanh_is_tanh():
-    z = torch.cat([torch.linspace(-12, 12, 200001), torch.logspace(-30, 10, 1000), torch.tensor([0.0, -1e30])])
+    z = torch.cat(
+        [torch.linspace(-12, 12, 200001), torch.logspace(-30, 10, 1000), torch.tensor([0.0, -1e30])]
+    )
     z.requires_grad_()
     t = bhyt.Tanh.apply(z)
     t.sum().backward()
@@ -1034,13 +1204,18 @@ def test_the_cheap_tanh_is_tanh():
     torch.testing.assert_close(t, exact.float(), rtol=1e-6, atol=0)
     assert t.abs().max() <= 1 and bhyt.Tanh.apply(torch.tensor([math.nan])).isnan()
     wide = torch.randn(9, dtype=torch.float64).requires_grad_()
-    assert torch.equal(bhyt.Tanh.apply(wide), torch.tanh(wide)) and torch.autograd.gradcheck(bhyt.Tanh.apply, wide)
+    assert torch.equal(bhyt.Tanh.apply(wide), torch.tanh(wide)) and torch.autograd.gradcheck(
+        bhyt.Tanh.apply, wide
+    )
 
 
 def test_bhyt_gradients_stay_below_those_of_rmsnorm():
     g = torch.Generator().manual_seed(0)
     for _ in range(50):
-        x, gamma = torch.randn(1, 24, generator=g).double() * 3 + 0.5, torch.rand(24, generator=g).double() * 2
+        x, gamma = (
+            torch.randn(1, 24, generator=g).double() * 3 + 0.5,
+            torch.rand(24, generator=g).double() * 2,
+        )
         lam = torch.rand(1, generator=g).double() * 4
 
         def ours(x, lam=lam, gamma=gamma):
@@ -1064,7 +1239,9 @@ def test_bhyt_saturates_for_no_more_features_than_chebyshev_allows(p):
               torch.randn(50, 1000, generator=g) / torch.randn(50, 1000, generator=g)):  # fmt: skip
         norm = bhyt.BoundedTanh(GPTConfig(n_embd=1000, bhyt_p=p, norm_eps=1e-12), lam=1.5)
         norm.reset_parameters()
-        assert (norm(x).abs() > math.tanh(1.5) + 1e-6).float().mean(-1).max() <= 1 - p + 1e-6  # beyond lam, that is
+        assert (norm(x).abs() > math.tanh(1.5) + 1e-6).float().mean(
+            -1
+        ).max() <= 1 - p + 1e-6  # beyond lam, that is
 
 
 def test_bhyt_unit_starts_with_outputs_as_large_as_a_norms():
@@ -1079,10 +1256,17 @@ def test_bhyt_settings_of_lambda():
     assert learned.num_params() - frozen.num_params() == 4
     idx = some_ids()
     frozen(idx, idx.roll(-1, 1))[1].backward()
-    assert not any("lam" in n for n, _ in frozen.named_parameters()) and "ends.norm.lam" not in frozen.state_dict()
+    assert (
+        not any("lam" in n for n, _ in frozen.named_parameters())
+        and "ends.norm.lam" not in frozen.state_dict()
+    )
     learned(idx, idx.roll(-1, 1))[1].backward()
     lam = learned.blocks[0].attn_residual.norm.lam
-    assert lam.grad.abs() > 0 and lam.item() == 2 and learned.blocks[0].mlp_residual.norm.lam.item() == 1
+    assert (
+        lam.grad.abs() > 0
+        and lam.item() == 2
+        and learned.blocks[0].mlp_residual.norm.lam.item() == 1
+    )
     assert tiny(residual="bhyt", bhyt_lambda=(2.0, 1.0, 0.5)).ends.norm.lam.item() == 0.5
 
 
@@ -1101,31 +1285,43 @@ def test_bhyt_reads_the_predicted_variance_and_refreshes_without_a_new_graph():
     old = [block.attn_residual.c.item() for block in model.blocks]
     stale = model(idx)[0]
     model.refresh()
-    assert [block.attn_residual.c.item() for block in model.blocks] == pytest.approx([9 * c for c in old])
+    assert [block.attn_residual.c.item() for block in model.blocks] == pytest.approx(
+        [9 * c for c in old]
+    )
     assert not torch.equal(model(idx)[0], stale) and not torch.equal(before, stale)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     assert {"blocks.0.attn_residual.c", "blocks.1.attn_residual.c"} <= set(model.state_dict())
 
 
-def test_the_theory_of_bhyt_is_what_independent_inputs_would_do_and_the_script_draws_it(data, tmp_path, monkeypatch):
+def test_the_theory_of_bhyt_is_what_independent_inputs_would_do_and_the_script_draws_it(
+    data, tmp_path, monkeypatch
+):
     sys.path.insert(0, os.path.join(HERE, "runs"))
     import bhyt_theory as theory
 
     x, y = (torch.tensor(v, dtype=torch.float64) for v in ([1.0, 2, 4, 8], [2.0, 1, 3, 9]))
     assert theory.fit(x, x) == pytest.approx({"RMSE": 0, "R2": 1, "Pearson": 1, "Spearman": 1})
     r2, pearson = 1 - 4 / ((y - 3.75) ** 2).sum().item(), np.corrcoef(x, y)[0, 1]
-    assert theory.fit(x, y) == pytest.approx({"RMSE": 1.0, "R2": r2, "Pearson": pearson, "Spearman": 0.8})
+    assert theory.fit(x, y) == pytest.approx(
+        {"RMSE": 1.0, "R2": r2, "Pearson": pearson, "Spearman": 0.8}
+    )
     for activation in ("gelu", "relu", "swiglu"):
-        model = shaken(tiny(residual="bhyt", n_embd=64, n_head=4, n_kv_head=2, activation=activation))
+        model = shaken(
+            tiny(residual="bhyt", n_embd=64, n_head=4, n_kv_head=2, activation=activation)
+        )
         block = model.blocks[0]
         mlp, gain, norm = block.mlp, block.mlp_residual.norm.gain.detach(), block.attn_residual.norm
         with torch.no_grad():
-            if mlp.gate is None:  # the theory takes hidden units as uncorrelated: give each a sign of its own
+            if (
+                mlp.gate is None
+            ):  # the theory takes hidden units as uncorrelated: give each a sign of its own
                 mlp.down.weight.mul_(torch.randn_like(mlp.down.weight).sign())
             sampled = mlp(0.7 * gain * torch.randn(20000, 64)).square().mean().item()
             assert theory.mlp_variance(mlp, gain, 0.49) == pytest.approx(sampled, rel=0.15)
             x = torch.randn(4000, 32, 64) * norm.gain * norm.lam / norm.kappa
-            v = block.attn.wv(x).mean(1).view(-1, 2, 1, 16).expand(-1, 2, 2, 16).flatten(1)  # uniform attention
+            v = (
+                block.attn.wv(x).mean(1).view(-1, 2, 1, 16).expand(-1, 2, 2, 16).flatten(1)
+            )  # uniform attention
             added = theory.added_variance(block, 32, gain_aware=True).item()
             assert added == pytest.approx(block.attn.wo(v).square().mean().item(), rel=0.05)
     train(data, tmp_path, "--residual=bhyt", "--learning_rate=1e-2")
@@ -1133,7 +1329,9 @@ def test_the_theory_of_bhyt_is_what_independent_inputs_would_do_and_the_script_d
     runpy.run_path(os.path.join(HERE, "runs", "bhyt_theory.py"), run_name="__main__")
     report = json.load(open(tmp_path / "variance.json"))
     model, windows = lora.load_model(tmp_path)[1], data_file.Windows(data, "val", 32)
-    x = torch.tensor(np.stack([windows[i][:-1] for i in data_file.spread(windows, 512)]).astype(int))
+    x = torch.tensor(
+        np.stack([windows[i][:-1] for i in data_file.spread(windows, 512)]).astype(int)
+    )
     walked = [*depth.walk(model, x)]
     for i, (_, residual, h, before, after) in enumerate(walked):
         out = (h / residual.norm.gain).square().mean().item()
@@ -1147,7 +1345,9 @@ def test_the_theory_of_bhyt_is_what_independent_inputs_would_do_and_the_script_d
             assert report["RMSE"][i // 2] == pytest.approx(rmse, rel=1e-2)
     least, most = report["recursion"]["least"], report["recursion"]["most"]
     assert all(0 < a < b for a, b in zip(least, most))
-    assert {"predicted.png", "bounded.png"} <= set(os.listdir(tmp_path)) and max(report["saturated"]) < 0.01
+    assert {"predicted.png", "bounded.png"} <= set(os.listdir(tmp_path)) and max(
+        report["saturated"]
+    ) < 0.01
     train(data, tmp_path / "nag")
     monkeypatch.setattr(theory, "out_dir", str(tmp_path / "nag"))
     monkeypatch.setattr(sys, "argv", ["", f"--out_dir={tmp_path / 'nag'}"])
@@ -1190,7 +1390,10 @@ def test_grouped_products_are_products_group_by_group_with_gradients():
     parts = [x[a:b] @ w[e].T for e, (a, b) in enumerate(((0, 3), (3, 3), (3, 9), (9, 10)))]
     torch.testing.assert_close(moe.grouped(x, w, ends), torch.cat(parts))
     assert torch.autograd.gradcheck(lambda x, w: moe.grouped(x, w, ends), (x, w))
-    x, w = torch.randn(10, 16).bfloat16().requires_grad_(), torch.randn(4, 8, 16).bfloat16().requires_grad_()
+    x, w = (
+        torch.randn(10, 16).bfloat16().requires_grad_(),
+        torch.randn(4, 8, 16).bfloat16().requires_grad_(),
+    )
     results = []
     for form in (moe.grouped, moe.grouped_loop):
         y = form(x, w, ends)
@@ -1206,9 +1409,13 @@ def test_recomputation_leaves_the_balance_loss_of_the_forward_alone():
         loss = model(idx, idx)[1]
         before = [layer.penalty for layer in moe.layers(model)]
         loss.backward()
-        assert all(a is b.penalty for a, b in zip(before, moe.layers(model), strict=True))  # else its graph would stay
+        assert all(
+            a is b.penalty for a, b in zip(before, moe.layers(model), strict=True)
+        )  # else its graph would stay
         losses.append(loss.item())
-    assert losses[0] == losses[1] and model.eval()(idx, idx)[1].item() < losses[0]  # without the penalty
+    assert (
+        losses[0] == losses[1] and model.eval()(idx, idx)[1].item() < losses[0]
+    )  # without the penalty
 
 
 def test_experts_are_balanced_by_bias_or_by_loss():
@@ -1237,7 +1444,9 @@ def test_experts_are_balanced_by_bias_or_by_loss():
         expected += 0.5 * 4 * (share * s.mean(0)).sum()
     torch.testing.assert_close(difference, expected)
     assert torch.equal(a.eval()(idx, idx)[1], b.eval()(idx, idx)[1])
-    assert a.num_params() - a.num_params(active=True) == 2 * 2 * (2 * 32 * 128)  # two of four experts, two blocks
+    assert a.num_params() - a.num_params(active=True) == 2 * 2 * (
+        2 * 32 * 128
+    )  # two of four experts, two blocks
 
 
 ROUTED = [
@@ -1264,7 +1473,10 @@ def routed(**changes):
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_a_learned_router_s_score_is_part_of_the_output_in_every_mode(residual):
-    model, idx = shaken(tiny(residual=residual, mod_on="both", mod_rate=0.01, mod_router="learned")), some_ids()
+    model, idx = (
+        shaken(tiny(residual=residual, mod_on="both", mod_rate=0.01, mod_router="learned")),
+        some_ids(),
+    )
     losses = []
     for b in (0.0, -3.0):
         for router in mod.routers(model):
@@ -1280,7 +1492,9 @@ def test_a_learned_router_s_score_is_part_of_the_output_in_every_mode(residual):
 def test_the_share_that_is_said_to_skip_does(monkeypatch):
     model, ran = routed(mod_on="both", mod_rate=0.4, mod_router="learned").eval(), []
     run = mod.Router.run_above_tau
-    monkeypatch.setattr(mod.Router, "run_above_tau", lambda *a: (out := run(*a), ran.append(out[1]))[0])
+    monkeypatch.setattr(
+        mod.Router, "run_above_tau", lambda *a: (out := run(*a), ran.append(out[1]))[0]
+    )
     with mod.switched(model, "collect"):
         model(some_ids())
     exact = 1 - torch.cat([runs.flatten() for runs in ran]).float().mean()
@@ -1305,8 +1519,14 @@ def test_experts_and_skipping_decode_as_they_read_and_see_no_future(changes):
 @torch.no_grad()
 def test_an_mlp_computes_the_tokens_that_run_and_no_others():
     model, seen = routed(mod_on="both", mod_rate=0.4), []
-    model.blocks[1].mlp.register_forward_hook(lambda mlp, args, y: seen.append(args[0].shape[:-1].numel()))
-    shares = [row for x in (some_ids(8), some_ids(8, T=1)) for row in depth.skipping(model, [(x, x)], [1])["skipped"]]
+    model.blocks[1].mlp.register_forward_hook(
+        lambda mlp, args, y: seen.append(args[0].shape[:-1].numel())
+    )
+    shares = [
+        row
+        for x in (some_ids(8), some_ids(8, T=1))
+        for row in depth.skipping(model, [(x, x)], [1])["skipped"]
+    ]
     seen.clear()
     for x in (some_ids(8), some_ids(8, T=1)):
         model(x)
@@ -1337,8 +1557,12 @@ def test_gathered_equals_dense_and_masked_with_gradients(changes, monkeypatch):
     model, idx = routed(**changes).double().train(), some_ids(3)
     results = []
     for dense in (False, True):
-        if dense:  # all tokens are computed, and the router's write masks those that were not chosen
-            monkeypatch.setattr(mod.Router, "run_rows", lambda router, sublayer, h, chosen: sublayer(h, None))
+        if (
+            dense
+        ):  # all tokens are computed, and the router's write masks those that were not chosen
+            monkeypatch.setattr(
+                mod.Router, "run_rows", lambda router, sublayer, h, chosen: sublayer(h, None)
+            )
         torch.manual_seed(0)
         model.zero_grad()
         logits, loss = model(idx, idx.roll(-1, 1))
@@ -1358,7 +1582,9 @@ def test_a_moving_k_does_not_recompile():
         for i, router in enumerate(mod.routers(model)):
             router.share.fill_(0.2 + 0.05 * i + 0.1 * turn)
             router.update_k()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3  # for one k, for any, and where they are alike
+    assert (
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    )  # for one k, for any, and where they are alike
 
 
 def test_rate_zero_is_the_dense_model():
@@ -1395,7 +1621,9 @@ def test_skipping_goes_by_the_share_of_the_largest_rotation():
         router = model.blocks[0].attn_router
         residual.ramp.fill_(0.3)
         q = router.score(h, before, residual, 0.5)
-        m = nag.modulator(before.x, residual.w, residual.b, residual.p, F.softplus(residual.raw_beta))
+        m = nag.modulator(
+            before.x, residual.w, residual.b, residual.p, F.softplus(residual.raw_beta)
+        )
         a = 0.5 * 0.3 * residual.alpha
         torch.testing.assert_close(q, (torch.atan(a * m) / torch.atan(a))[..., 0])
         assert 0 < q.min() and q.max() < 1
@@ -1416,10 +1644,16 @@ def test_tau_and_k_follow_from_the_scores(shared):
         router.fresh.index_add_(0, bins, torch.ones_like(bins))
     mod.balance(group, shared, 0.3)
     for router, row in zip(group, q):
-        exact = (q if shared else row).quantile(0.3, dim=-1).mean() if not shared else q.flatten().sort().values[180000]
+        exact = (
+            (q if shared else row).quantile(0.3, dim=-1).mean()
+            if not shared
+            else q.flatten().sort().values[180000]
+        )
         assert router.tau.item() == pytest.approx(exact.item(), abs=2e-3)
         assert router.k == pytest.approx(32 * (row >= exact).float().mean().item(), abs=0.6)
-    assert sum(router.k for router in group) == pytest.approx(0.7 * 32 * 6, abs=3)  # each is rounded
+    assert sum(router.k for router in group) == pytest.approx(
+        0.7 * 32 * 6, abs=3
+    )  # each is rounded
 
 
 @torch.no_grad()
@@ -1429,7 +1663,9 @@ def test_a_model_can_be_dialled_to_another_rate(rate):
     mod.calibrate(model, [some_ids(64, seed=s) for s in range(4)], True, rate)
     skipped = [
         1 - (router.score(h, before, residual, 1.0) >= router.tau).float().mean().item()
-        for (_, residual, h, before, _), router in zip(depth.walk(model, some_ids(64, seed=9)), mod.routers(model))
+        for (_, residual, h, before, _), router in zip(
+            depth.walk(model, some_ids(64, seed=9)), mod.routers(model)
+        )
     ]
     assert np.mean(skipped) == pytest.approx(rate, abs=0.02)
 
@@ -1440,7 +1676,9 @@ def test_a_model_can_be_dialled_to_another_rate(rate):
 
 def make_data(directory, *argv):
     namespace = {"__file__": prepare_c4.__file__}
-    prepare_c4.prepare(configurator.configure(namespace, argv=[f"--data_dir={directory}", *argv])[0])
+    prepare_c4.prepare(
+        configurator.configure(namespace, argv=[f"--data_dir={directory}", *argv])[0]
+    )
     return str(directory)
 
 
@@ -1448,7 +1686,10 @@ def make_data(directory, *argv):
 def data(tmp_path_factory):
     """A little of the embedded corpus"""
     return make_data(
-        tmp_path_factory.mktemp("data"), "--max_tokens=200000", "--max_val_tokens=20000", "--shard_tokens=60000"
+        tmp_path_factory.mktemp("data"),
+        "--max_tokens=200000",
+        "--max_val_tokens=20000",
+        "--shard_tokens=60000",
     )
 
 
@@ -1468,7 +1709,9 @@ def write_texts(directory):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    records = [json.dumps({"text": t, "url": f"https://example.org/{i}"}) for i, t in enumerate(TEXTS)]
+    records = [
+        json.dumps({"text": t, "url": f"https://example.org/{i}"}) for i, t in enumerate(TEXTS)
+    ]
     (directory / "a.jsonl").write_text("\n".join(records))
     with gzip.open(directory / "a.json.gz", "wt") as file:
         file.write("\n".join(records))
@@ -1482,7 +1725,12 @@ def test_shards_hold_every_document_once_in_order_and_the_formats_agree(tmp_path
     train, val = ([t for t in TEXTS if prepare_c4.validates(t, 0.2) == v] for v in (False, True))
     assert 10 < len(val) < 90
     for source in ("a.jsonl", "a.json.gz", "a.parquet"):
-        argv = [f"--source={tmp_path / source}", "--tokenizer=bytes", "--val_share=0.2", "--shard_tokens=1000"]
+        argv = [
+            f"--source={tmp_path / source}",
+            "--tokenizer=bytes",
+            "--val_share=0.2",
+            "--shard_tokens=1000",
+        ]
         directory = make_data(tmp_path / ("shards" + source), *argv)
         for split, texts in (("train", train), ("val", val)):
             tokens, sizes = tokens_of(directory, split)
@@ -1490,8 +1738,12 @@ def test_shards_hold_every_document_once_in_order_and_the_formats_agree(tmp_path
             assert tokens.tolist() == [b for t in texts for b in (*t.encode(), 256)]
     directory = make_data(tmp_path / "txt", f"--source={tmp_path / '*.txt'}", "--tokenizer=bytes", "--val_share=0.0",
                           f"--val_source={tmp_path / '00*.txt'}")  # fmt: skip
-    assert tokens_of(directory, "train")[0].tolist() == [b for t in TEXTS[:20] for b in (*t.encode(), 256)]
-    assert tokens_of(directory, "val")[0].tolist() == [b for t in TEXTS[:10] for b in (*t.encode(), 256)]
+    assert tokens_of(directory, "train")[0].tolist() == [
+        b for t in TEXTS[:20] for b in (*t.encode(), 256)
+    ]
+    assert tokens_of(directory, "val")[0].tolist() == [
+        b for t in TEXTS[:10] for b in (*t.encode(), 256)
+    ]
 
 
 def test_a_local_rank_file_needs_no_network_and_travels_with_the_shards(tmp_path):
@@ -1531,7 +1783,9 @@ def test_preparation_killed_anywhere_goes_on_as_if_nothing_had_happened(tmp_path
 
     monkeypatch.setattr(os, "replace", dies)
     for kills in itertools.count(1):
-        countdown = 3 + kills % 3  # death while a shard is renamed, or meta.json behind it, a little later each time
+        countdown = (
+            3 + kills % 3
+        )  # death while a shard is renamed, or meta.json behind it, a little later each time
         try:
             broken = make_data(tmp_path / "broken", *argv)
             break
@@ -1540,7 +1794,10 @@ def test_preparation_killed_anywhere_goes_on_as_if_nothing_had_happened(tmp_path
     assert kills > 3
     assert sorted(os.listdir(broken)) == sorted(os.listdir(whole))
     for name in os.listdir(whole):
-        assert open(os.path.join(whole, name), "rb").read() == open(os.path.join(broken, name), "rb").read()
+        assert (
+            open(os.path.join(whole, name), "rb").read()
+            == open(os.path.join(broken, name), "rb").read()
+        )
 
 
 def test_preparation_refuses_what_it_cannot_do(tmp_path):
@@ -1550,7 +1807,10 @@ def test_preparation_refuses_what_it_cannot_do(tmp_path):
     for argv, message in (
         (["--source=c4", "--tokenizer=bytes"], "say how many you want with --max_tokens"),
         ([f"--source={tmp_path / 'none*.jsonl'}"], "no file matches"),
-        ([f"--source={tmp_path / 'a.jsonl'}", "--tokenizer=bytes", "--max_tokens=1e15"], "GB are free"),
+        (
+            [f"--source={tmp_path / 'a.jsonl'}", "--tokenizer=bytes", "--max_tokens=1e15"],
+            "GB are free",
+        ),
         ([f"--source={tmp_path / 'bad.jsonl'}", "--tokenizer=bytes"], "record 0 has no text"),
         (["--shard_tokens=0", "--tokenizer=bytes"], "at least 1"),
         (["--max_val_tokens=0", "--tokenizer=bytes"], "at least 1"),
@@ -1560,14 +1820,24 @@ def test_preparation_refuses_what_it_cannot_do(tmp_path):
         with pytest.raises(SystemExit, match=re.escape(message)):
             make_data(tmp_path / str(random.random()), *argv)
     with pytest.raises(SystemExit, match="prepared with another made_from"):
-        make_data(tmp_path / "made", f"--source={tmp_path / 'a.jsonl'}", "--tokenizer=bytes", "--val_share=0.3")
+        make_data(
+            tmp_path / "made",
+            f"--source={tmp_path / 'a.jsonl'}",
+            "--tokenizer=bytes",
+            "--val_share=0.3",
+        )
 
 
 def test_windows_tile_each_shard_and_wide_vocabularies_get_wide_tokens(data):
     windows = data_file.Windows(data, "train", 32)
     tokens, sizes = tokens_of(data, "train")
-    assert sizes == [60000, 60000, 60000, 20000] and len(windows) == sum((n - 1) // 32 for n in sizes)
-    assert windows[0].tolist() == tokens[:33].tolist() and windows[1].tolist() == tokens[32:65].tolist()
+    assert sizes == [60000, 60000, 60000, 20000] and len(windows) == sum(
+        (n - 1) // 32 for n in sizes
+    )
+    assert (
+        windows[0].tolist() == tokens[:33].tolist()
+        and windows[1].tolist() == tokens[32:65].tolist()
+    )
     assert windows[(60000 - 1) // 32].tolist() == tokens[60000:60033].tolist()
     assert len({len(windows[i]) for i in range(len(windows))}) == 1
     assert data_file.token_dtype(65536).itemsize == 2 and data_file.token_dtype(65537).itemsize == 4
@@ -1578,13 +1848,24 @@ def test_batches_depend_on_seed_step_and_place_alone_and_cover_an_epoch_once(dat
     n = len(windows)
 
     def step_of(world, micro_steps, step, batch_size=4, seed=1):
-        loaders = [data_file.Loader(windows, batch_size, micro_steps, seed, rank, world) for rank in range(world)]
-        return [sorted(i for loader in loaders for m in range(micro_steps) for i in loader.indices(step, m))][0]
+        loaders = [
+            data_file.Loader(windows, batch_size, micro_steps, seed, rank, world)
+            for rank in range(world)
+        ]
+        return [
+            sorted(
+                i for loader in loaders for m in range(micro_steps) for i in loader.indices(step, m)
+            )
+        ][0]
 
-    assert step_of(1, 4, 9) == step_of(2, 2, 9) == step_of(4, 1, 9) == step_of(2, 1, 9, batch_size=8)
+    assert (
+        step_of(1, 4, 9) == step_of(2, 2, 9) == step_of(4, 1, 9) == step_of(2, 1, 9, batch_size=8)
+    )
     assert step_of(1, 4, 9) != step_of(1, 4, 10) and step_of(1, 4, 9) != step_of(1, 4, 9, seed=2)
     loader = data_file.Loader(windows, 1, 1, seed=1)
-    epochs = [[loader.indices(e * n + i, 0)[0] for i in range(n)] for e in range(3)]  # three times around
+    epochs = [
+        [loader.indices(e * n + i, 0)[0] for i in range(n)] for e in range(3)
+    ]  # three times around
     assert all(sorted(e) == list(range(n)) for e in epochs) and epochs[0] != epochs[1]
     for step in (0, 1, 2, 7, 8, 3, 0):  # read ahead, jump, go back
         x, y = loader.batch(step, 0)
@@ -1652,13 +1933,28 @@ def test_a_run_logs_what_it_did(data, tmp_path):
     )
     rows = records(out)
     assert [r["step"] for r in rows] == list(range(41)) and rows[40]["tokens"] == 40 * 4 * 32
-    assert rows[40]["val_loss"] < rows[0]["val_loss"] - 1 and abs(rows[0]["val_loss"] - math.log(257)) < 0.4
-    assert {"step", "tokens", "loss", "val_loss", "lr", "grad_norm", "tok_s", "mfu", "flops"} <= set(rows[1])
+    assert (
+        rows[40]["val_loss"] < rows[0]["val_loss"] - 1
+        and abs(rows[0]["val_loss"] - math.log(257)) < 0.4
+    )
+    assert {
+        "step",
+        "tokens",
+        "loss",
+        "val_loss",
+        "lr",
+        "grad_norm",
+        "tok_s",
+        "mfu",
+        "flops",
+    } <= set(rows[1])
     names = dict(GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32)).named_parameters())
     norms_logged = rows[1]["grad_norms"]
     assert norms_logged.keys() == names.keys()
     assert math.hypot(*norms_logged.values()) == pytest.approx(rows[1]["grad_norm"], rel=1e-4)
-    assert {"ckpt.pt", *(f"ckpt_0000{n}.pt" for n in ("00", "15", "30")), "log.jsonl"} == set(os.listdir(out))
+    assert {"ckpt.pt", *(f"ckpt_0000{n}.pt" for n in ("00", "15", "30")), "log.jsonl"} == set(
+        os.listdir(out)
+    )
     header = json.loads(open(out / "log.jsonl").readline())["run"]
     assert {"settings", "versions", "device", "git", "params"} <= set(header)
     assert header["params"]["all"] == sum(p.numel() for p in names.values())
@@ -1698,7 +1994,9 @@ def test_resumed_equals_never_stopped_bit_for_bit(data, tmp_path, more):
 def test_resume_forgets_what_was_logged_after_the_checkpoint(data, tmp_path):
     train(data, tmp_path, "--save_interval=2", "--max_iters=4", "--lr_decay_iters=6")
     with open(tmp_path / "log.jsonl", "a") as file:
-        file.write(json.dumps({"step": 5, "loss": 0.0}) + "\n" + '{"step": 6, "lo')  # the last one torn by a crash
+        file.write(
+            json.dumps({"step": 5, "loss": 0.0}) + "\n" + '{"step": 6, "lo'
+        )  # the last one torn by a crash
     train(data, tmp_path, "--init_from=auto", "--lr_decay_iters=6")
     assert [r["step"] for r in records(tmp_path)] == list(range(7)) and 0.0 not in losses(tmp_path)
 
@@ -1719,7 +2017,13 @@ def test_a_run_killed_before_its_first_step_can_be_started_again(data, tmp_path,
 
 def test_evaluation_does_not_touch_training_and_is_one_number(data, tmp_path):
     for name, interval, batch in (("a", 1, 4), ("b", 6, 4), ("c", 0, 4)):
-        train(data, tmp_path / name, f"--eval_interval={interval}", f"--batch_size={batch}", "--dropout=0.1")
+        train(
+            data,
+            tmp_path / name,
+            f"--eval_interval={interval}",
+            f"--batch_size={batch}",
+            "--dropout=0.1",
+        )
     assert losses(tmp_path / "a") == losses(tmp_path / "b") == losses(tmp_path / "c")
     assert all(r["val_loss"] is None for r in records(tmp_path / "c"))
     _, model = lora.load_model(tmp_path / "a" / "ckpt.pt")
@@ -1770,14 +2074,18 @@ def test_training_with_less_memory_is_the_same_training(data, tmp_path, base_run
 
 def test_alpha_warms_up_and_the_log_has_the_health_of_the_gates(data, tmp_path, base_run, capsys):
     train(data, tmp_path, "--alpha_warmup_iters=10", "--eval_interval=2", "--nag_alpha_power=20")
-    ramps = [value for name, value in checkpoint(tmp_path)["model"].items() if name.endswith(".ramp")]
+    ramps = [
+        value for name, value in checkpoint(tmp_path)["model"].items() if name.endswith(".ramp")
+    ]
     assert torch.equal(torch.stack(ramps), torch.full((4, 1), 0.6))
     assert [len(r["gates"]["a"]) for r in records(tmp_path) if r["val_loss"]] == [4] * 4
     assert "warning" not in capsys.readouterr().out
     last = records(base_run)[-1]["gates"]
     assert last["dead"] == last["floor"] == 0 and 0.3 < last["a"][0] < 0.7
     train(data, tmp_path / "on", f"--init_from={tmp_path / 'ckpt.pt'}", "--nag_alpha_power=20")
-    assert all(v == 1 for n, v in checkpoint(tmp_path / "on")["model"].items() if n.endswith(".ramp"))
+    assert all(
+        v == 1 for n, v in checkpoint(tmp_path / "on")["model"].items() if n.endswith(".ramp")
+    )
     assert "warning: 3 of 4 sublayers turn next to nothing" in capsys.readouterr().out
     train(data, tmp_path / "no", "--residual=lns")
     assert "gates" not in records(tmp_path / "no")[-1]
@@ -1786,12 +2094,22 @@ def test_alpha_warms_up_and_the_log_has_the_health_of_the_gates(data, tmp_path, 
 def test_learning_rates(data, tmp_path):
     def rates(*argv):
         out = tmp_path / str(random.random())
-        train(data, out, "--max_iters=20", "--learning_rate=1.0", "--eval_interval=0", "--grad_clip=1e-9", *argv)
+        train(
+            data,
+            out,
+            "--max_iters=20",
+            "--learning_rate=1.0",
+            "--eval_interval=0",
+            "--grad_clip=1e-9",
+            *argv,
+        )
         return [r["lr"] for r in records(out)]
 
     cosine = rates("--warmup_iters=4", "--min_lr=0.5")
     assert cosine[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert cosine[4:] == pytest.approx([0.5 + 0.25 * (1 + math.cos(math.pi * i / 16)) for i in range(16)])
+    assert cosine[4:] == pytest.approx(
+        [0.5 + 0.25 * (1 + math.cos(math.pi * i / 16)) for i in range(16)]
+    )
     wsd = rates("--warmup_share=0.1", "--schedule=wsd", "--wsd_share=0.5", "--min_lr=0.0")
     assert wsd == pytest.approx([1 / 3, 2 / 3] + [1.0] * 9 + [1 - i / 10 for i in range(1, 10)])
 
@@ -1819,7 +2137,10 @@ def test_a_bad_step_is_skipped_and_counted(data, tmp_path, monkeypatch):
     train(data, tmp_path, "--max_bad_steps=2", "--keep_interval=1")
     assert [r["bad_steps"] for r in records(tmp_path)[1:]] == [0, 0, 1, 0, 0, 0]
     assert records(tmp_path)[3]["loss"] is None and not (tmp_path / "ckpt_000003.pt").exists()
-    updates = {s: checkpoint(tmp_path, f"ckpt_{s:06d}.pt")["optimizers"][0][0]["step"].item() for s in (2, 4, 6)}
+    updates = {
+        s: checkpoint(tmp_path, f"ckpt_{s:06d}.pt")["optimizers"][0][0]["step"].item()
+        for s in (2, 4, 6)
+    }
     assert updates == {2: 2, 4: 3, 6: 5}
 
 
@@ -1827,7 +2148,9 @@ def test_bad_steps_in_a_row_stop_the_run_and_leave_the_checkpoint(data, tmp_path
     poison(monkeypatch, {3, 4, 5})
     with pytest.raises(SystemExit, match="2 steps in a row"):
         train(data, tmp_path, "--max_bad_steps=2", "--save_interval=3")
-    assert checkpoint(tmp_path)["step"] == 3 and all(p.isfinite().all() for p in checkpoint(tmp_path)["model"].values())
+    assert checkpoint(tmp_path)["step"] == 3 and all(
+        p.isfinite().all() for p in checkpoint(tmp_path)["model"].values()
+    )
 
 
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint(data, tmp_path):
@@ -1836,7 +2159,9 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(data, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
-        with pytest.raises(SystemExit, match="step 6 could not be saved as .*the checkpoints before it are intact"):
+        with pytest.raises(
+            SystemExit, match="step 6 could not be saved as .*the checkpoints before it are intact"
+        ):
             train(data, tmp_path, "--init_from=resume")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -1862,7 +2187,11 @@ def spoil(data, to, name, change):
     "name, change, message",
     [
         ("meta.json", None, "no meta.json"),
-        ("meta.json", lambda b: b.replace(b"60000", b"59999"), "holds 60000 tokens, meta.json says 59999"),
+        (
+            "meta.json",
+            lambda b: b.replace(b"60000", b"59999"),
+            "holds 60000 tokens, meta.json says 59999",
+        ),
         ("train_00001.bin", None, "train_00001.bin is listed in meta.json but missing"),
         ("train_00001.bin", lambda b: b[:-10], "train_00001.bin is truncated"),
         ("train_00001.bin", lambda b: b[:20], "train_00001.bin is no shard"),
@@ -1895,8 +2224,14 @@ def test_bad_data_is_refused_with_its_name(data, tmp_path, name, change, message
         (["--vocab_size=100"], "set --vocab_size=257 or more"),
         (["--data_dir=/nowhere"], "/nowhere holds no prepared data"),
         (["--block_size=30000"], "shorter than one window"),
-        (["--total_batch_tokens=200"], "200 tokens a step do not divide over 1 ranks in sequences of 32 tokens"),
-        (["--total_batch_tokens=128", "--gradient_accumulation_steps=2"], "total_batch_tokens and gradient_accum"),
+        (
+            ["--total_batch_tokens=200"],
+            "200 tokens a step do not divide over 1 ranks in sequences of 32 tokens",
+        ),
+        (
+            ["--total_batch_tokens=128", "--gradient_accumulation_steps=2"],
+            "total_batch_tokens and gradient_accum",
+        ),
         (["--branch_from=x", "--init_from=y"], "branch_from starts a new run"),
         (["--branch_from=/nowhere"], "/nowhere: no such checkpoint"),
         (["--val_part=half"], "val_part='half': must be all, tune or report"),
@@ -1909,7 +2244,10 @@ def test_bad_data_is_refused_with_its_name(data, tmp_path, name, change, message
         (["--device=tpu"], "device='tpu': must be auto, cpu, mps"),
         (["--total_batch_tokens=-128"], "total_batch_tokens=-128: must be above 0"),
         (["--flops_budget=0"], "flops_budget=0.0: must be above 0"),
-        (["--alpha_warmup_iters=9", "--residual=lns"], "alpha_warmup_iters=9 needs a mode that rotates"),
+        (
+            ["--alpha_warmup_iters=9", "--residual=lns"],
+            "alpha_warmup_iters=9 needs a mode that rotates",
+        ),
         (["--bf16_stream=True", "--dtype=float32"], "bf16_stream=True needs dtype='bfloat16'"),
         (["--seed=-1"], "seed=-1: must be at least 0"),
         (["--min_lr=1.0"], "min_lr=1.0: must be from 0 to learning_rate"),
@@ -1936,15 +2274,27 @@ def test_a_run_is_never_overwritten_or_resumed_in_another_shape(data, tmp_path):
         (["--init_from=resume", "--n_embd=64"], "was trained with n_embd=32, not 64"),
         (["--init_from=resume", "--residual=lns"], "was trained with residual='nag', not 'lns'"),
         (["--init_from=resume", f"--data_dir={other}"], "was trained on another tokenizer"),
-        (["--init_from=resume", "--total_batch_tokens=64"], "was trained with tokens_per_step=128, not 64"),
-        (["--init_from=resume", "--optimizer=muon"], "was trained with optimizer='adamw', not 'muon'"),
+        (
+            ["--init_from=resume", "--total_batch_tokens=64"],
+            "was trained with tokens_per_step=128, not 64",
+        ),
+        (
+            ["--init_from=resume", "--optimizer=muon"],
+            "was trained with optimizer='adamw', not 'muon'",
+        ),
         (["--init_from=resume", "--seed=3"], "was trained with seed=1337, not 3"),
     ):
         with pytest.raises(SystemExit, match=message):
             train(data, tmp_path / "run", *argv)
-    assert before == {name: (tmp_path / "run" / name).read_bytes() for name in os.listdir(tmp_path / "run")}
+    assert before == {
+        name: (tmp_path / "run" / name).read_bytes() for name in os.listdir(tmp_path / "run")
+    }
     train(
-        data, tmp_path / "tuned", f"--init_from={tmp_path / 'run' / 'ckpt.pt'}", "--learning_rate=1e-9", "--dropout=0.1"
+        data,
+        tmp_path / "tuned",
+        f"--init_from={tmp_path / 'run' / 'ckpt.pt'}",
+        "--learning_rate=1e-9",
+        "--dropout=0.1",
     )
     assert records(tmp_path / "tuned")[0]["val_loss"] == pytest.approx(
         records(tmp_path / "run")[-1]["val_loss"], abs=1e-5
@@ -1962,7 +2312,14 @@ def start(data, out, *argv, ranks=0, restarts=0):
             f"--nproc_per_node={ranks}",
             f"--max-restarts={restarts}",
         ]
-    command = [*launcher, os.path.join(HERE, "train.py"), *TINY_RUN, f"--data_dir={data}", f"--out_dir={out}", *argv]
+    command = [
+        *launcher,
+        os.path.join(HERE, "train.py"),
+        *TINY_RUN,
+        f"--data_dir={data}",
+        f"--out_dir={out}",
+        *argv,
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen(command, env=env, **pipes)
@@ -1978,7 +2335,12 @@ def wait_for(path, process, seconds=60):
 
 
 def test_ddp_fsdp_and_one_process_give_one_curve_and_resume_exactly(data, tmp_path):
-    steps = ["--max_iters=20", "--lr_decay_iters=20", "--gradient_accumulation_steps=4", "--eval_interval=10"]
+    steps = [
+        "--max_iters=20",
+        "--lr_decay_iters=20",
+        "--gradient_accumulation_steps=4",
+        "--eval_interval=10",
+    ]
     train(data, tmp_path / "one", *steps)
     started = {
         "ddp": start(data, tmp_path / "ddp", *steps, ranks=2),
@@ -1988,21 +2350,32 @@ def test_ddp_fsdp_and_one_process_give_one_curve_and_resume_exactly(data, tmp_pa
         output = process.communicate()[0]
         assert process.returncode == 0, output
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
-        val = [[r["val_loss"] for r in records(tmp_path / n) if r["val_loss"]] for n in (name, "one")]
+        val = [
+            [r["val_loss"] for r in records(tmp_path / n) if r["val_loss"]] for n in (name, "one")
+        ]
         assert val[0] == pytest.approx(val[1], abs=1e-4)
     for shard, first in (("none", "ddp"), ("fsdp", "fsdp")):
         for more in (["--max_iters=10"], ["--init_from=resume"]):
-            process = start(data, tmp_path / (first + "2"), *steps, *more, f"--shard={shard}", ranks=2)
+            process = start(
+                data, tmp_path / (first + "2"), *steps, *more, f"--shard={shard}", ranks=2
+            )
             output = process.communicate()[0]
             assert process.returncode == 0, output
         one, two = checkpoint(tmp_path / first), checkpoint(tmp_path / (first + "2"))
         for key in ("model", "optimizers"):
             assert_same(one[key], two[key])
-    train(data, tmp_path / "fsdp2", *steps, "--init_from=resume", "--max_iters=22")  # any of them reads any other's
+    train(
+        data, tmp_path / "fsdp2", *steps, "--init_from=resume", "--max_iters=22"
+    )  # any of them reads any other's
 
 
 def test_bhyts_c_is_the_same_sharded_and_refreshed_when_due(data, tmp_path):
-    steps = ["--residual=bhyt", "--bhyt_unit=True", "--max_iters=4", "--gradient_accumulation_steps=2"]
+    steps = [
+        "--residual=bhyt",
+        "--bhyt_unit=True",
+        "--max_iters=4",
+        "--gradient_accumulation_steps=2",
+    ]
     train(data, tmp_path / "one", *steps, "--bhyt_interval=3")
     for name, more in (("fsdp", ["--shard=fsdp"]), ("ddp", [])):
         process = start(data, tmp_path / name, *steps, "--bhyt_interval=3", *more, ranks=2)
@@ -2015,7 +2388,9 @@ def test_bhyts_c_is_the_same_sharded_and_refreshed_when_due(data, tmp_path):
     for b, block in enumerate(model.blocks):
         for run in ("one", "fsdp", "ddp"):
             c = checkpoint(tmp_path / run)["model"][f"blocks.{b}.attn_residual.c"].item()
-            assert c == pytest.approx(block.attn_residual.c.item(), rel=1e-4) and c != pytest.approx(stale[b], rel=1e-3)
+            assert c == pytest.approx(
+                block.attn_residual.c.item(), rel=1e-4
+            ) and c != pytest.approx(stale[b], rel=1e-3)
 
 
 def test_ranks_share_the_default_batch_or_refuse_one_that_does_not_divide(data, tmp_path):
@@ -2024,9 +2399,15 @@ def test_ranks_share_the_default_batch_or_refuse_one_that_does_not_divide(data, 
         process = start(data, tmp_path / str(ranks), ranks=ranks)
         output = process.communicate()[0]
         if ranks == 2:
-            assert process.returncode == 0 and "128 tokens = 2 ranks x 1 micro-steps x 2 x 32" in output, output
+            assert (
+                process.returncode == 0
+                and "128 tokens = 2 ranks x 1 micro-steps x 2 x 32" in output
+            ), output
             assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
-    assert process.returncode != 0 and "128 tokens a step do not divide over 3 ranks in sequences of 32" in output
+    assert (
+        process.returncode != 0
+        and "128 tokens a step do not divide over 3 ranks in sequences of 32" in output
+    )
     assert not (tmp_path / "3").exists()
 
 
@@ -2035,7 +2416,9 @@ LONG = ["--max_iters=100000", "--eval_interval=0", "--save_interval=1"]
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_sigterm_saves_and_exits_with_zero(data, tmp_path, ranks):
-    process = start(data, tmp_path, *LONG, "--save_interval=0", "--gradient_accumulation_steps=2", ranks=ranks)
+    process = start(
+        data, tmp_path, *LONG, "--save_interval=0", "--gradient_accumulation_steps=2", ranks=ranks
+    )
     wait_for(tmp_path / "log.jsonl", process)
     while (tmp_path / "log.jsonl").read_text().count("\n") < 4:
         time.sleep(0.05)
@@ -2051,7 +2434,13 @@ def test_sigterm_saves_and_exits_with_zero(data, tmp_path, ranks):
     assert process.returncode == 0 and "stopped by a signal" in output, output
     step = checkpoint(tmp_path)["step"]
     assert records(tmp_path)[-1]["step"] == step
-    train(data, tmp_path, "--init_from=resume", "--gradient_accumulation_steps=2", f"--max_iters={step + 2}")
+    train(
+        data,
+        tmp_path,
+        "--init_from=resume",
+        "--gradient_accumulation_steps=2",
+        f"--max_iters={step + 2}",
+    )
     assert checkpoint(tmp_path)["step"] == step + 2
 
 
@@ -2070,7 +2459,9 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(data, tmp_path):
 
 
 def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(data, tmp_path):
-    process = start(data, tmp_path, *LONG, "--init_from=auto", "--max_iters=400", ranks=1, restarts=1)
+    process = start(
+        data, tmp_path, *LONG, "--init_from=auto", "--max_iters=400", ranks=1, restarts=1
+    )
     wait_for(tmp_path / "ckpt.pt", process)
     while checkpoint(tmp_path)["step"] < 3:
         time.sleep(0.05)
@@ -2081,7 +2472,11 @@ def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(data, tmp_path):
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     assert checkpoint(tmp_path)["step"] == 400
-    headers = [json.loads(line)["run"]["from_step"] for line in open(tmp_path / "log.jsonl") if '"run"' in line]
+    headers = [
+        json.loads(line)["run"]["from_step"]
+        for line in open(tmp_path / "log.jsonl")
+        if '"run"' in line
+    ]
     assert len(headers) == 2 and headers[1] > 0
 
 
@@ -2093,7 +2488,9 @@ def test_training_needs_neither_datasets_nor_wandb(data, tmp_path, monkeypatch):
 
 def test_wandb_gets_the_records_when_asked(data, tmp_path, monkeypatch):
     seen = []
-    fake = SimpleNamespace(init=lambda **kw: seen.append(kw), log=lambda record, step: seen.append(step))
+    fake = SimpleNamespace(
+        init=lambda **kw: seen.append(kw), log=lambda record, step: seen.append(step)
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     train(data, tmp_path, "--wandb_log=True", "--wandb_project=mine")
     begun, *steps = seen
@@ -2112,7 +2509,9 @@ def two_runs(data, tmp_path_factory):
     at = tmp_path_factory.mktemp("runs")
     for name, *argv in (("a", "--seed=1"), ("b", "--seed=2"), ("c", "--residual=lns")):
         train(data, at / name, *argv)
-    train(data, at / "d", "--residual=bhyt", "--mod_on=both", "--mod_rate=0.3", "--mod_router=learned")
+    train(
+        data, at / "d", "--residual=bhyt", "--mod_on=both", "--mod_rate=0.3", "--mod_router=learned"
+    )
     return at
 
 
@@ -2126,21 +2525,35 @@ def script(name, *argv):
 
 
 def test_eval_reports_loss_depth_and_a_sample(data, two_runs, capsys):
-    argv = ["--max_new_tokens=9", "--eval_tokens=512", "--depth_tokens=640", "--prompt=def ", "--temperature=0"]
+    argv = [
+        "--max_new_tokens=9",
+        "--eval_tokens=512",
+        "--depth_tokens=640",
+        "--prompt=def ",
+        "--temperature=0",
+    ]
     argv += ["--dtype=float32"]
     script("eval.py", f"--out_dir={two_runs / 'a'}", *argv)
     report = json.load(open(two_runs / "a" / "eval.json"))
-    assert report["loss"]["loss"] == pytest.approx(records(two_runs / "a")[-1]["val_loss"], abs=1e-5)
+    assert report["loss"]["loss"] == pytest.approx(
+        records(two_runs / "a")[-1]["val_loss"], abs=1e-5
+    )
     assert report["sample"].startswith("def ") and "def " in capsys.readouterr().out
     _, model = lora.load_model(two_runs / "a" / "ckpt.pt")
     windows = data_file.Windows(data, "val", 32)
-    x = torch.tensor(np.stack([windows[i][:-1] for i in data_file.spread(windows, 640)]).astype(int))
+    x = torch.tensor(
+        np.stack([windows[i][:-1] for i in data_file.spread(windows, 640)]).astype(int)
+    )
     stream, rope, seen = model.ends.embed(model.embed(x)), (model.cos, model.sin), report["depth"]
     begin = (stream.x * stream.lane.exp()).detach().double()
     for layer in range(3):
         s = (stream.x * stream.lane.exp()).detach().double()  # NAG's lanes as one
         square, mean = s.square().mean(-1), s.mean(-1)
-        fourth, rms, largest = (s - mean[..., None]).pow(4).mean(-1), square.sqrt(), s.abs().max(-1).values
+        fourth, rms, largest = (
+            (s - mean[..., None]).pow(4).mean(-1),
+            square.sqrt(),
+            s.abs().max(-1).values,
+        )
         for key, value in (
             ("variance", (square - mean**2) * 32 / 31), ("norm", rms * 32**0.5), ("max", largest),
             ("magnitude", s.abs().mean(-1)), ("max/rms", largest / rms), ("kurtosis", fourth / (square - mean**2) ** 2),
@@ -2171,7 +2584,9 @@ def test_the_sink_is_the_share_of_attention_that_the_first_token_gets():
     attention, rope = model.blocks[0].attn, (model.cos, model.sin)
     seen, real = [], F.scaled_dot_product_attention
 
-    def share(q, k, v, **how):  # with values that are 1 for the first token alone, the output is its share
+    def share(
+        q, k, v, **how
+    ):  # with values that are 1 for the first token alone, the output is its share
         v = torch.zeros_like(v)
         v[:, :, 0] = 1
         seen.append(real(q, k, v, **how)[:, :, 1:].mean().item())
@@ -2185,25 +2600,44 @@ def test_the_sink_is_the_share_of_attention_that_the_first_token_gets():
 
 def test_eval_tells_who_skips_and_dials_the_rate(data, two_runs, capsys):
     run = two_runs / "d"
-    argv = [f"--out_dir={run}", "--what=mod,loss", "--depth_tokens=17000", "--eval_tokens=17000", "--prompt=import os"]
+    argv = [
+        f"--out_dir={run}",
+        "--what=mod,loss",
+        "--depth_tokens=17000",
+        "--eval_tokens=17000",
+        "--prompt=import os",
+    ]
     argv += ["--dtype=float32"]
     script("eval.py", *argv)
     report = json.load(open(run / "eval.json"))
     skipped, loss = report["mod"], report["loss"]["loss"]
-    assert skipped["where"] == ["attn 0", "mlp 0", "attn 1", "mlp 1"] and skipped["tokens"] == [256, *b"import os"]
-    assert np.shape(skipped["map"]) == (4, 10) and skipped["causal loss"] == pytest.approx(loss, abs=1e-6)
+    assert skipped["where"] == ["attn 0", "mlp 0", "attn 1", "mlp 1"] and skipped["tokens"] == [
+        256,
+        *b"import os",
+    ]
+    assert np.shape(skipped["map"]) == (4, 10) and skipped["causal loss"] == pytest.approx(
+        loss, abs=1e-6
+    )
     assert skipped["look-ahead loss"] != skipped["causal loss"] and len(skipped["skipped"]) == 4
     assert "looking ahead" in capsys.readouterr().out
     for rate in (0.1, 0.5):
         script("eval.py", *argv, f"--mod_rate={rate}")
         got = json.load(open(run / "eval.json"))["mod"]["rate"]
-        assert got == pytest.approx(rate, abs=0.06)  # in the first sublayer all spaces, say, have the same score
+        assert got == pytest.approx(
+            rate, abs=0.06
+        )  # in the first sublayer all spaces, say, have the same score
     with pytest.raises(SystemExit, match="mod_rate=0.3: in .* no token may skip anything"):
         script("eval.py", f"--out_dir={two_runs / 'a'}", "--mod_rate=0.3")
 
 
 def test_experts_and_routers_are_logged_and_agree_over_ranks(data, tmp_path):
-    argv = ["--moe_experts=4", "--mod_on=both", "--mod_rate=0.4", "--max_iters=14", "--gradient_accumulation_steps=2"]
+    argv = [
+        "--moe_experts=4",
+        "--mod_on=both",
+        "--mod_rate=0.4",
+        "--max_iters=14",
+        "--gradient_accumulation_steps=2",
+    ]
     argv += ["--eval_interval=7"]
     train(data, tmp_path / "one", *argv)
     for name, more in (("ddp", []), ("fsdp", ["--shard=fsdp"])):
@@ -2211,17 +2645,22 @@ def test_experts_and_routers_are_logged_and_agree_over_ranks(data, tmp_path):
         output = process.communicate()[0]
         assert process.returncode == 0, output
         assert losses(tmp_path / name)[:6] == pytest.approx(losses(tmp_path / "one")[:6], abs=3e-3)
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), abs=0.1)  # rounding decides choices
-        for key in ("blocks.0.attn_router", "blocks.1.mlp_router"):  # each has counted what all ranks scored
+        assert losses(tmp_path / name) == pytest.approx(
+            losses(tmp_path / "one"), abs=0.1
+        )  # rounding decides choices
+        for key in (
+            "blocks.0.attn_router",
+            "blocks.1.mlp_router",
+        ):  # each has counted what all ranks scored
             saved = checkpoint(tmp_path / name)["model"]
             assert (
                 saved[key + ".histogram"].sum() == pytest.approx((9 + mod.MEMORY) * 256)
                 and saved[key + ".fresh"].sum() == 4 * 256
             )
     last = records(tmp_path / "ddp")[-1]
-    assert np.sum(last["load"], axis=1) == pytest.approx([1, 1]) and np.mean(last["ran"]) == pytest.approx(
-        0.6, abs=0.03
-    )
+    assert np.sum(last["load"], axis=1) == pytest.approx([1, 1]) and np.mean(
+        last["ran"]
+    ) == pytest.approx(0.6, abs=0.03)
     flops = [r["flops"] for r in records(tmp_path / "ddp")]
     assert flops[2] - flops[1] != flops[14] - flops[13]  # as k moved
     header = json.loads(open(tmp_path / "one" / "log.jsonl").readline())["run"]
@@ -2232,18 +2671,24 @@ def test_similarity_calibration_and_what_goes_with_the_norm():
     model, x = shaken(tiny(residual="prenorm")).eval(), some_ids(4)
     y = some_ids(4, seed=2)
     report = depth.depth(model, [(x[:3], y[:3]), (x[3:], y[3:])])
-    updates = [F.normalize(s.x - b.x, dim=-1).mean((0, 1)) for _, _, _, b, s in depth.walk(model, x)]
+    updates = [
+        F.normalize(s.x - b.x, dim=-1).mean((0, 1)) for _, _, _, b, s in depth.walk(model, x)
+    ]
     cosines = F.cosine_similarity(torch.stack(updates)[:, None], torch.stack(updates)[None], dim=-1)
     torch.testing.assert_close(torch.tensor(report["similarity"]), cosines, atol=1e-5, rtol=1e-4)
     streams = [s.x for _, _, _, _, s in depth.walk(model, x)][1::2]
-    assert report["cosine"][1] == pytest.approx(F.cosine_similarity(*streams, dim=-1).mean().item(), rel=1e-4)
+    assert report["cosine"][1] == pytest.approx(
+        F.cosine_similarity(*streams, dim=-1).mean().item(), rel=1e-4
+    )
     p = model(x)[0].detach().softmax(-1)
     confidence, right = p.max(-1).values, (p.argmax(-1) == y).float()
     error = 0.0
     for low in range(10):
         bin = (confidence >= low / 10) & (confidence < (low + 1) / 10)
         if bin.any():
-            error += bin.float().mean().item() * abs(confidence[bin].mean() - right[bin].mean()).item()
+            error += (
+                bin.float().mean().item() * abs(confidence[bin].mean() - right[bin].mean()).item()
+            )
     assert report["calibration error"] == pytest.approx(error, rel=1e-3)
     assert sum(report["calibration"]["share"]) == pytest.approx(1)
     by_norm, entropy = report["by norm"], -(p * p.log()).sum(-1).flatten()
@@ -2255,7 +2700,11 @@ def test_similarity_calibration_and_what_goes_with_the_norm():
 
 @pytest.mark.parametrize("residual", ["prenorm", "nag", "bhyt"])
 def test_a_block_that_does_nothing_is_not_missed_and_has_no_gradient(residual):
-    model, x, y = shaken(tiny(n_layer=3, residual=residual)).eval(), some_ids(4), some_ids(4, seed=2)
+    model, x, y = (
+        shaken(tiny(n_layer=3, residual=residual)).eval(),
+        some_ids(4),
+        some_ids(4, seed=2),
+    )
     with torch.no_grad():
         for module in (model.blocks[1].attn.wo, model.blocks[1].mlp.down):
             module.weight.zero_()
@@ -2271,7 +2720,9 @@ def test_a_block_that_does_nothing_is_not_missed_and_has_no_gradient(residual):
     loss = model(x, y)[1]
     grads = torch.autograd.grad(loss, [*model.blocks[2].parameters()], allow_unused=True)
     by_hand = math.sqrt(sum(g.square().sum().item() for g in grads if g is not None))
-    assert norms[2] == pytest.approx(by_hand, rel=1e-5) and all(p.grad is None for p in model.parameters())
+    assert norms[2] == pytest.approx(by_hand, rel=1e-5) and all(
+        p.grad is None for p in model.parameters()
+    )
 
 
 def test_loss_of_any_text_is_exact(data, two_runs, tmp_path, monkeypatch):
@@ -2291,7 +2742,9 @@ def test_loss_of_any_text_is_exact(data, two_runs, tmp_path, monkeypatch):
     assert report["loss"] == pytest.approx(np.mean(nats), rel=1e-5)
     assert report["bits per byte"] == pytest.approx(sum(nats) / len(text) / math.log(2), rel=1e-5)
     assert report["perplexity"] == pytest.approx(math.exp(np.mean(nats)), rel=1e-5)
-    script("eval.py", *argv, f"--text={tmp_path / 'b.jsonl'}", "--text_column=body", "--batch_size=3")
+    script(
+        "eval.py", *argv, f"--text={tmp_path / 'b.jsonl'}", "--text_column=body", "--batch_size=3"
+    )
     assert json.load(open(two_runs / "a" / "eval.json"))["loss"] == report
     for change, rel in (("--compile=True", 1e-5), ("--dtype=bfloat16", 1e-2)):
         script("eval.py", *argv, f"--text={tmp_path / 'a.txt'}", "--batch_size=3", change)
@@ -2300,12 +2753,23 @@ def test_loss_of_any_text_is_exact(data, two_runs, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="dtype='half': must be auto, float32 or bfloat16"):
         script("eval.py", *argv, "--dtype=half")
     script("eval.py", *argv, f"--text={tmp_path / 'a.txt'}", "--eval_tokens=50")
-    assert json.load(open(two_runs / "a" / "eval.json"))["loss"]["loss"] == pytest.approx(np.mean(nats[:50]), rel=1e-5)
+    assert json.load(open(two_runs / "a" / "eval.json"))["loss"]["loss"] == pytest.approx(
+        np.mean(nats[:50]), rel=1e-5
+    )
     import datasets
 
     asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or [{"line": text}])
-    script("eval.py", *argv, "--text=owner/name", "--text_column=line", "--text_split=validation", "--batch_size=3")
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or [{"line": text}]
+    )
+    script(
+        "eval.py",
+        *argv,
+        "--text=owner/name",
+        "--text_column=line",
+        "--text_split=validation",
+        "--batch_size=3",
+    )
     assert asked == [(("owner/name",), {"split": "validation", "streaming": True})]
     assert json.load(open(two_runs / "a" / "eval.json"))["loss"] == report
 
@@ -2326,7 +2790,11 @@ def test_choices_score_as_one_by_one(residual):
         scores = ask.score_choices(model, pairs, batch_size, 60, "cpu")
         for (context, continuation), (total, greedy) in zip(pairs, scores):
             whole = (context + continuation)[-33:]
-            logp = model(torch.tensor([whole[:-1]]))[0][0, -len(continuation) :, :60].detach().log_softmax(-1)
+            logp = (
+                model(torch.tensor([whole[:-1]]))[0][0, -len(continuation) :, :60]
+                .detach()
+                .log_softmax(-1)
+            )
             expected = logp[range(len(continuation)), continuation].sum().item()
             assert total == pytest.approx(expected, abs=1e-4 * len(continuation))
             assert greedy == (logp.argmax(-1).tolist() == continuation)
@@ -2338,7 +2806,8 @@ def test_choices_score_as_one_by_one(residual):
 
 
 CHOICES = [
-    {"q": f"{a} and {b} is", "choices": [str(a + b), str(a), "no"], "gold": 0} for a, b in ((1, 2), (3, 4), (2, 2))
+    {"q": f"{a} and {b} is", "choices": [str(a + b), str(a), "no"], "gold": 0}
+    for a, b in ((1, 2), (3, 4), (2, 2))
 ]
 TASKS = {  # as arc, piqa, hellaswag, openbookqa, mmlu and boolq have it; as winogrande; and the two other kinds
     "tiny_choice": "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_target: gold\n"
@@ -2367,7 +2836,10 @@ def test_the_harness_gets_what_a_loop_would_compute(data, two_runs, tmp_path, ca
     argv = [f"--out_dir={run}", "--what=tasks", f"--task_dir={folder}"]
     script("eval.py", *argv, f"--tasks={','.join(TASKS)}")
     report = json.load(open(run / "eval.json"))["tasks"]
-    assert "tiny_choice" in capsys.readouterr().out and set(report["versions"]) == {"lm_eval", "datasets"}
+    assert "tiny_choice" in capsys.readouterr().out and set(report["versions"]) == {
+        "lm_eval",
+        "datasets",
+    }
     _, model = lora.load_model(run / "ckpt.pt")
 
     def score(context, continuation):
@@ -2381,7 +2853,10 @@ def test_the_harness_gets_what_a_loop_would_compute(data, two_runs, tmp_path, ca
     acc = np.mean([np.argmax(s) == 0 for s in scores])
     acc_norm = np.mean([np.argmax(np.divide(s, n)) == 0 for s, n in zip(scores, lengths)])
     assert report["tiny_choice"]["acc_stderr,none"] >= 0
-    assert report["tiny_choice"]["acc,none"] == acc and report["tiny_choice"]["acc_norm,none"] == acc_norm
+    assert (
+        report["tiny_choice"]["acc,none"] == acc
+        and report["tiny_choice"]["acc_norm,none"] == acc_norm
+    )
     nats = [-score("", row["q"]) for row in CHOICES]
     per_byte = math.exp(sum(nats) / sum(len(row["q"]) for row in CHOICES))
     assert report["tiny_rolling"]["byte_perplexity,none"] == pytest.approx(per_byte, rel=1e-5)
@@ -2396,12 +2871,16 @@ def test_writing_stops_where_it_is_told(monkeypatch):
     encoding = data_file.get_tokenizer("bytes")
     asked, script_of = [], b"so it is.\nQ: more"
     monkeypatch.setattr(
-        ask, "stream_tokens", lambda *a, **k: asked.append(a) or (torch.tensor([[t]]) for t in script_of)
+        ask,
+        "stream_tokens",
+        lambda *a, **k: asked.append(a) or (torch.tensor([[t]]) for t in script_of),
     )
     model = SimpleNamespace(config=SimpleNamespace(block_size=32))
     assert ask.write_until(model, encoding, "x" * 99, ["Q:", "\n"], 256, 0.0, "cpu") == "so it is."
     assert len(asked.pop()[1][0]) == 16  # of the context half a window stays
-    monkeypatch.setattr(ask, "stream_tokens", lambda *a, **k: (torch.tensor([[t]]) for t in [97, 98, 256]))
+    monkeypatch.setattr(
+        ask, "stream_tokens", lambda *a, **k: (torch.tensor([[t]]) for t in [97, 98, 256])
+    )
     assert ask.write_until(model, encoding, "x", ["Q:"], 9, 0.0, "cpu") == "ab"
 
 
@@ -2416,16 +2895,23 @@ def test_tasks_without_the_harness_say_how_to_get_it(two_runs, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(residual=r) for r in RESIDUALS] + [dict(activation="swiglu", bias=True)], ids=str
+    "changes",
+    [dict(residual=r) for r in RESIDUALS] + [dict(activation="swiglu", bias=True)],
+    ids=str,
 )
 def test_adapters_start_from_nothing_and_merge_exactly(changes):
     model, idx = shaken(tiny(**changes)).eval(), some_ids()
     before, weights = model(idx)[0].detach(), {k: v.clone() for k, v in model.state_dict().items()}
     targets = "wq,wk,wv,wo,up,down" + (",gate" if "activation" in changes else "")
     lora.adapt(model, 4, 8.0, 0.5, targets)
-    assert torch.equal(model.eval()(idx)[0], before) and len(lora.adapters(model)) == 2 * len(targets.split(","))
+    assert torch.equal(model.eval()(idx)[0], before) and len(lora.adapters(model)) == 2 * len(
+        targets.split(",")
+    )
     trained = [p for p in model.parameters() if p.requires_grad]
-    assert len(trained) == 2 * len(lora.adapters(model)) and len(model.optimizers("adamw", 1, None, 0, (0.0, 0.0))) == 1
+    assert (
+        len(trained) == 2 * len(lora.adapters(model))
+        and len(model.optimizers("adamw", 1, None, 0, (0.0, 0.0))) == 1
+    )
     for p in trained:
         torch.nn.init.normal_(p, std=0.1)
     out = model(idx)[0].detach()
@@ -2454,7 +2940,10 @@ def test_adapters_are_refused_where_they_cannot_be():
 
 
 def write_conversations(path, n=40):
-    rows = [{"conversations": [f"What is {i}?", f"It is {i}.", "Sure?", "Yes."][: 2 + 2 * (i % 2)]} for i in range(n)]
+    rows = [
+        {"conversations": [f"What is {i}?", f"It is {i}.", "Sure?", "Yes."][: 2 + 2 * (i % 2)]}
+        for i in range(n)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -2470,8 +2959,14 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
                 text = bytes(x[at][1:].tolist()).split(b"\xff")[0] if 256 not in x[at][1:] else None
                 answers = bytes(t for t in y[at].tolist() if 0 <= t < 256).decode()
                 asked = encoding.decode(x[at].tolist())
-                assert x[at][0] == 256 and (y[at] == 256).sum() == asked.count("User: ") == answers.count(".")
-                assert re.fullmatch(r" It is \d+\.( Yes\.)?", answers) and text is None or asked.count("User:") == 1
+                assert x[at][0] == 256 and (y[at] == 256).sum() == asked.count(
+                    "User: "
+                ) == answers.count(".")
+                assert (
+                    re.fullmatch(r" It is \d+\.( Yes\.)?", answers)
+                    and text is None
+                    or asked.count("User:") == 1
+                )
                 assert f"{answers.split('.')[0].split()[-1]}?" in asked
             assert (y[docs == 0] == -1).all()
     assert seen == 40
@@ -2480,7 +2975,10 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
     )  # what is too long is cut, if something of an answer is left
     assert 0 < short.cut <= short.kept and all((short[i][1] >= 0).any() for i in range(len(short)))
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
-    for file, message in (("bad.jsonl", "record 0 is not"), ("nowhere.jsonl", "nowhere.jsonl: no such file")):
+    for file, message in (
+        ("bad.jsonl", "record 0 is not"),
+        ("nowhere.jsonl", "nowhere.jsonl: no such file"),
+    ):
         with pytest.raises(SystemExit, match=message):
             lora.Conversations(tmp_path / file, "train", encoding, 64)
 
@@ -2494,7 +2992,9 @@ def test_documents_in_a_row_do_not_see_each_other(changes):
     torch.testing.assert_close(packed[:, :10], model(idx[:, :10])[0], atol=1e-5, rtol=1e-4)
     other = idx.clone()
     other[:, :10] = some_ids(1, seed=5)[:, :10]
-    torch.testing.assert_close(model(other, None, docs)[0][:, 10:], packed[:, 10:], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        model(other, None, docs)[0][:, 10:], packed[:, 10:], atol=1e-5, rtol=1e-4
+    )
     if changes:  # rotary positions are relative
         torch.testing.assert_close(packed[:, 10:25], model(idx[:, 10:25])[0], atol=1e-4, rtol=1e-3)
     if changes is None:
@@ -2505,9 +3005,17 @@ def test_documents_in_a_row_do_not_see_each_other(changes):
 
 def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, two_runs, tmp_path):
     path, base = write_conversations(tmp_path / "c.jsonl"), two_runs / "a" / "ckpt.pt"
-    argv = [f"--sft_data={path}", "--learning_rate=3e-2", "--eval_interval=10", "--max_iters=20", "--block_size=64"]
+    argv = [
+        f"--sft_data={path}",
+        "--learning_rate=3e-2",
+        "--eval_interval=10",
+        "--max_iters=20",
+        "--block_size=64",
+    ]
     argv += ["--lora_targets=wq,wv,up,down", "--lora_dropout=0.1", f"--init_from={base}"]
-    train(data, tmp_path / "lora", *argv, "--lora_rank=4", "--keep_interval=10", "--save_interval=10")
+    train(
+        data, tmp_path / "lora", *argv, "--lora_rank=4", "--keep_interval=10", "--save_interval=10"
+    )
     log = [r for r in records(tmp_path / "lora") if r["val_loss"] is not None]
     assert log[-1]["val_loss"] < log[0]["val_loss"] - 0.2
     assert log[0]["pretraining_loss"] != log[-1]["pretraining_loss"]
@@ -2517,8 +3025,14 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, two_r
     state, model = lora.load_model(tmp_path / "lora" / "ckpt.pt")
     windows = data_file.Windows(data, "val", 64)
     batches = data_file.eval_batches(windows, data_file.spread(windows, 512), 4, "cpu")
-    assert model_file.evaluate(model, batches) == pytest.approx(log[-1]["pretraining_loss"], abs=1e-4)
-    subprocess.run([sys.executable, "lora.py", tmp_path / "lora" / "ckpt.pt", tmp_path / "m.pt"], cwd=HERE, check=True)
+    assert model_file.evaluate(model, batches) == pytest.approx(
+        log[-1]["pretraining_loss"], abs=1e-4
+    )
+    subprocess.run(
+        [sys.executable, "lora.py", tmp_path / "lora" / "ckpt.pt", tmp_path / "m.pt"],
+        cwd=HERE,
+        check=True,
+    )
     whole = lora.load_model(tmp_path / "m.pt")[1]
     assert torch.equal(whole(some_ids())[0], model(some_ids())[0])
     train(data, tmp_path / "more", *argv[:5], f"--init_from={tmp_path / 'm.pt'}", "--max_iters=2")
@@ -2531,7 +3045,10 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, two_r
     for more, message in (
         (["--init_from=resume", "--lora_rank=3"], "was trained with lora_rank=4, not 3"),
         (["--init_from=scratch", "--lora_rank=4"], "lora_rank=4 adapts a trained model"),
-        ([f"--init_from={tmp_path / 'lora' / 'ckpt.pt'}", "--lora_rank=4"], "holds adapters: merge them first"),
+        (
+            [f"--init_from={tmp_path / 'lora' / 'ckpt.pt'}", "--lora_rank=4"],
+            "holds adapters: merge them first",
+        ),
         ([f"--init_from={base}", "--lora_rank=4", "--lora_targets=head"], "'head' is not one of"),
     ):
         out = tmp_path / ("lora" if "resume" in more[0] else "none")
@@ -2544,7 +3061,9 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, two_r
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(), dict(moe_experts=8, moe_shared=32), dict(mod_on="both", mod_rate=0.8)], ids=str
+    "changes",
+    [dict(), dict(moe_experts=8, moe_shared=32), dict(mod_on="both", mod_rate=0.8)],
+    ids=str,
 )
 def test_frozen_weights_save_their_own_gradient_and_no_more(changes):
     model = tiny(**changes)
@@ -2558,7 +3077,12 @@ def test_frozen_weights_save_their_own_gradient_and_no_more(changes):
 
 
 def test_muon_gradient_norms_and_flops_budgets_go_with_adapters(data, two_runs, tmp_path):
-    argv = [f"--init_from={two_runs / 'a' / 'ckpt.pt'}", "--lora_rank=4", "--optimizer=muon", "--log_grad_norms=True"]
+    argv = [
+        f"--init_from={two_runs / 'a' / 'ckpt.pt'}",
+        "--lora_rank=4",
+        "--optimizer=muon",
+        "--log_grad_norms=True",
+    ]
     train(data, tmp_path, *argv, "--flops_budget=1e8", "--eval_interval=1")
     log, path = records(tmp_path), write_conversations(tmp_path / "c.jsonl")
     header = json.loads(open(tmp_path / "log.jsonl").readline())["run"]
@@ -2574,7 +3098,10 @@ def test_muon_gradient_norms_and_flops_budgets_go_with_adapters(data, two_runs, 
 
 
 def test_fine_tuning_over_two_ranks_is_that_of_one(data, two_runs, tmp_path):
-    argv = [f"--sft_data={write_conversations(tmp_path / 'c.jsonl')}", f"--init_from={two_runs / 'a' / 'ckpt.pt'}"]
+    argv = [
+        f"--sft_data={write_conversations(tmp_path / 'c.jsonl')}",
+        f"--init_from={two_runs / 'a' / 'ckpt.pt'}",
+    ]
     argv += ["--lora_rank=4", "--learning_rate=1e-2", "--total_batch_tokens=64"]
     train(data, tmp_path / "one", *argv, "--batch_size=2")
     train(data, tmp_path / "accumulated", *argv, "--batch_size=1")  # rows count by their answers
@@ -2587,7 +3114,9 @@ def test_fine_tuning_over_two_ranks_is_that_of_one(data, two_runs, tmp_path):
 
 def test_every_eval_setting_for_samples_matters(data, two_runs):
     def text(*argv):
-        script("eval.py", f"--out_dir={two_runs / 'a'}", "--what=sample", "--max_new_tokens=30", *argv)
+        script(
+            "eval.py", f"--out_dir={two_runs / 'a'}", "--what=sample", "--max_new_tokens=30", *argv
+        )
         return json.load(open(two_runs / "a" / "eval.json"))["sample"]
 
     base = text()
@@ -2603,17 +3132,26 @@ def test_figures_are_the_same_bytes_each_time_and_name_what_is_missing(two_runs,
         script("eval.py", f"--out_dir={run}", "--what=depth", "--depth_tokens=64")
     script("eval.py", f"--out_dir={skips}", "--what=mod", "--depth_tokens=64")
     bench = tmp_path / "bench.json"
-    bench.write_text(json.dumps({"modes": {"prenorm": {"ratio": [1, 1, 1]}, "nag": {"ratio": [1.01, 1.02, 1.04]}}}))
+    bench.write_text(
+        json.dumps(
+            {"modes": {"prenorm": {"ratio": [1, 1, 1]}, "nag": {"ratio": [1.01, 1.02, 1.04]}}}
+        )
+    )
     for_figure = {"alpha": runs[:2], "map": [skips]}
     for_figure["speed"] = [str(bench)]
     for figure in plot.FIGURES:
         made = []
         for turn in "12":
             plot.main(figure, str(tmp_path / (figure + turn)), *for_figure.get(figure, runs))
-            made.append([(tmp_path / f"{figure}{turn}.{end}").read_bytes() for end in ("png", "svg")])
+            made.append(
+                [(tmp_path / f"{figure}{turn}.{end}").read_bytes() for end in ("png", "svg")]
+            )
         assert made[0] == made[1] and len(made[0][0]) > 5000
     steps = plot.steps_of(runs[0])
-    assert steps[-1]["seconds"] == pytest.approx(sum(128 / r["tok_s"] for r in steps)) and steps[0]["step"] == 1
+    assert (
+        steps[-1]["seconds"] == pytest.approx(sum(128 / r["tok_s"] for r in steps))
+        and steps[0]["step"] == 1
+    )
     assert {k: len(v[1]) for k, v in plot.grouped(runs).items()} == {"nag": 2, "lns": 1}
     with pytest.raises(SystemExit, match="nowhere/log.jsonl is missing"):
         plot.main("loss", str(tmp_path / "x"), "nowhere")
@@ -2629,7 +3167,8 @@ def test_the_figure_of_a_target_interpolates(monkeypatch):
     def log(run):
         losses = {"slow": [4.0, 3.0, 2.0], "fast": [3.0, 1.0]}[run]
         records = [
-            {"step": i + 1, "tokens": (i + 1) * 1e6, "tok_s": 1e6 / 60, "val_loss": x} for i, x in enumerate(losses)
+            {"step": i + 1, "tokens": (i + 1) * 1e6, "tok_s": 1e6 / 60, "val_loss": x}
+            for i, x in enumerate(losses)
         ]
         return {"residual": "nag" if run == "fast" else "prenorm", "out_dir": run}, records
 
@@ -2637,7 +3176,9 @@ def test_the_figure_of_a_target_interpolates(monkeypatch):
     fig, axes = plt.subplots()
     plot.target(axes, ["slow", "fast"])
     assert [bar.get_height() for bar in axes.patches] == [3.0, 1.5]
-    assert [bar.get_height() for bar in fig.axes[1].patches] == pytest.approx([3.0, 1.5])  # a million tokens a minute
+    assert [bar.get_height() for bar in fig.axes[1].patches] == pytest.approx(
+        [3.0, 1.5]
+    )  # a million tokens a minute
     assert axes.get_ylabel() == "million tokens to a loss of 2.000"
 
 
@@ -2651,7 +3192,9 @@ def test_the_figure_of_rates_begins_each_router_at_the_dense_run(monkeypatch):
         "mlp": dict(mod_on="mlp", mod_rate=0.4, mod_router="learned", loss=1.2),
     }
     monkeypatch.setattr(
-        plot, "read_log", lambda run: ({"residual": "nag"} | made[run], [{"val_loss": made[run]["loss"]}])
+        plot,
+        "read_log",
+        lambda run: ({"residual": "nag"} | made[run], [{"val_loss": made[run]["loss"]}]),
     )
     _, axes = plt.subplots()
     plot.rate(axes, [*made])
@@ -2660,7 +3203,9 @@ def test_the_figure_of_rates_begins_each_router_at_the_dense_run(monkeypatch):
 
 def test_the_classroom_comes_out_as_foretold(data, tmp_path, capsys):
     argv = [f"--data_dir={data}", f"--out={tmp_path}"]
-    script("runs/classroom.py", *argv, "--cases=B,C", "--steps=60", "--batch_size=128", "--width=128")
+    script(
+        "runs/classroom.py", *argv, "--cases=B,C", "--steps=60", "--batch_size=128", "--width=128"
+    )
     b, c = capsys.readouterr().out.splitlines()[2:]
     assert "| explosion | explosion |" in b and "| smooth | smooth |" in c
     log = [json.loads(line) for line in open(tmp_path / "C.jsonl")]
@@ -2668,24 +3213,38 @@ def test_the_classroom_comes_out_as_foretold(data, tmp_path, capsys):
 
     def walk(*more):
         script("runs/classroom.py", *argv, "--what=walk", "--activation=relu", "--norm=none", *more)
-        return np.array([[*map(float, row.split("|")[2:4])] for row in capsys.readouterr().out.splitlines()[2:]])
+        return np.array(
+            [[*map(float, row.split("|")[2:4])] for row in capsys.readouterr().out.splitlines()[2:]]
+        )
 
-    keeps = walk("--init=kaiming", "--skip=False", "--n_layer=12")  # relu halves what its weights double
+    keeps = walk(
+        "--init=kaiming", "--skip=False", "--n_layer=12"
+    )  # relu halves what its weights double
     assert len(keeps) == 12 and keeps[:, 0].max() / keeps[:, 0].min() < 3
-    grows = walk("--init=uniform", "--init_scale=0.5", "--skip=False", "--n_layer=6")  # 256 weights of 1/12, half kept
+    grows = walk(
+        "--init=uniform", "--init_scale=0.5", "--skip=False", "--n_layer=6"
+    )  # 256 weights of 1/12, half kept
     assert grows[1:, 0] / grows[:-1, 0] == pytest.approx([256 / 12 / 2] * 5, rel=0.4)
     assert grows[:-1, 1] / grows[1:, 1] == pytest.approx([256 / 12 / 2] * 5, rel=0.4)
     doubles = walk("--init=kaiming", "--skip=True", "--n_layer=8")
     assert np.mean(doubles[1:, 0] / doubles[:-1, 0]) > 1.5
     script("runs/classroom.py", *argv, "--what=transformer", "--steps=30", "--batch_size=64")
     out = capsys.readouterr().out
-    assert re.findall(r"^(\w+):", out, re.M) == ["skip", "no_skip", "none"] and "blocks.0.attn.wq.weight" in out
-    for more, message in ((["--cases=D"], "cases='D': choose one of A, B, C, deep"), (["--what=x"], "what='x'")):
+    assert (
+        re.findall(r"^(\w+):", out, re.M) == ["skip", "no_skip", "none"]
+        and "blocks.0.attn.wq.weight" in out
+    )
+    for more, message in (
+        (["--cases=D"], "cases='D': choose one of A, B, C, deep"),
+        (["--what=x"], "what='x'"),
+    ):
         with pytest.raises((SystemExit, ValueError), match=message):
             script("runs/classroom.py", *argv, *more)
 
 
-def test_sweep_trains_the_grid_then_seeds_at_the_best_and_skips_what_is_there(data, tmp_path, monkeypatch, capsys):
+def test_sweep_trains_the_grid_then_seeds_at_the_best_and_skips_what_is_there(
+    data, tmp_path, monkeypatch, capsys
+):
     sys.path.insert(0, os.path.join(HERE, "runs"))
     import sweep
 
@@ -2698,7 +3257,9 @@ def test_sweep_trains_the_grid_then_seeds_at_the_best_and_skips_what_is_there(da
         (out,) = [tmp_path / a[10:] for a in argv if a.startswith("--out_dir=")]
         ran.append((name, os.path.basename(out)))
         argv += ["--depth_tokens=64"] if name == "eval.py" else []
-        train(data, out, *argv, f"--out_dir={out}") if name == "train.py" else script(name, *argv, f"--out_dir={out}")
+        train(data, out, *argv, f"--out_dir={out}") if name == "train.py" else script(
+            name, *argv, f"--out_dir={out}"
+        )
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(sweep.subprocess, "run", in_process)
@@ -2706,10 +3267,14 @@ def test_sweep_trains_the_grid_then_seeds_at_the_best_and_skips_what_is_there(da
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     how = dict(learning_rates=[1e-4, 1e-2], seeds=[1, 2], then=["--what=depth"])
     variants = {"plain": [], "scaled": ["--residual=lns"]}
-    with monkeypatch.context() as patch:  # signal handlers belong to the main thread, and the pool has others
+    with (
+        monkeypatch.context() as patch
+    ):  # signal handlers belong to the main thread, and the pool has others
         patch.setattr(signal, "signal", lambda *args: None)
         losses = sweep.sweep("toy", variants, **how)
-        expected = [f"{v}-{lr}-{s}" for lr, s in (("0.0001", 1), ("0.01", 1), ("0.01", 2)) for v in variants]
+        expected = [
+            f"{v}-{lr}-{s}" for lr, s in (("0.0001", 1), ("0.01", 1), ("0.01", 2)) for v in variants
+        ]
         assert [name for kind, name in ran if kind == "train.py"] == expected and len(ran) == 12
         assert sweep.sweep("toy", variants, **how) == losses and len(ran) == 12
     assert [len(losses["plain"][lr]) for lr in (1e-4, 1e-2)] == [1, 2]
@@ -2724,22 +3289,38 @@ def test_bench_prints_ratios_and_keeps_every_number(data, tmp_path, capsys):
     argv = "--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --batch_size=2 --rounds=2 --quick=True".split()
     argv += "--prompt_tokens=8 --new_tokens=4 --batches_of=2 --rates=0,0.4 --megabytes=1".split()
     argv += [f"--out={tmp_path / 'bench.json'}"]
-    script("bench.py", "--what=forward,residual,train,cold,recipe,memory,generate,mod", "--modes=nag,nag", *argv)
+    script(
+        "bench.py",
+        "--what=forward,residual,train,cold,recipe,memory,generate,mod",
+        "--modes=nag,nag",
+        *argv,
+    )
     out, report = capsys.readouterr().out, json.load(open(tmp_path / "bench.json"))
     assert set(report["forward"]) == set(report["train"]) == {"nag", "nag again"}
     assert set(report["residual"]) == {"nag", "nag again", "nag, no modulator"}
     made = [(of["kernels"], of["bytes"]) for of in report["residual"].values()]
     assert made[0] == made[1] > made[2] > (1, 16 * 2 * 32 * 32 * 2)
     assert report["cold"]["nag"]["first"] > report["cold"]["nag"]["later"]
-    assert [*report["generate"]] == ["prompt, 2 at once", "4 new, 2 at once", "a token, no cache, 4 new, 2 at once"]
+    assert [*report["generate"]] == [
+        "prompt, 2 at once",
+        "4 new, 2 at once",
+        "a token, no cache, 4 new, 2 at once",
+    ]
     assert [*report["generate"]["4 new, 2 at once"]] == ["nag", "nag again", "the weights"]
-    for part in (*map(report.get, ("forward", "residual", "train", "recipe", "mod")), *report["generate"].values()):
+    for part in (
+        *map(report.get, ("forward", "residual", "train", "recipe", "mod")),
+        *report["generate"].values(),
+    ):
         first, *_ = part.values()
-        assert first["ratio"] == [1, 1, 1] and len(first["seconds"]) == 2  # what is given counts for more than quick
+        assert (
+            first["ratio"] == [1, 1, 1] and len(first["seconds"]) == 2
+        )  # what is given counts for more than quick
     assert report["memory"]["nag, both"]["kept"] < report["memory"]["nag"]["kept"] / 2
     assert report["memory"]["nag, both"]["peak"] < report["memory"]["nag"]["peak"]
     of = report["memory"]["nag"]
-    assert of["peak"] > of["kept"] > of["kept a block"] > 2 * 32 * 32 * 4  # 2 sequences, not the 8 of the default
+    assert (
+        of["peak"] > of["kept"] > of["kept a block"] > 2 * 32 * 32 * 4
+    )  # 2 sequences, not the 8 of the default
     assert of["kept"] < 1e6
     assert report["copy_bytes_s"] > 1e8 and report["matmul_flops_s"] > 1e8
     assert "tokens/s" in out and "of reading the weights" in out and "of the FLOPs" in out
@@ -2756,7 +3337,11 @@ def test_bench_prints_ratios_and_keeps_every_number(data, tmp_path, capsys):
 
 def readme_commands():
     text = open(os.path.join(HERE, "README.md")).read()
-    return [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.strip().splitlines()]
+    return [
+        line
+        for block in re.findall(r"```sh\n(.*?)```", text, re.S)
+        for line in block.strip().splitlines()
+    ]
 
 
 def test_every_command_of_the_readme_runs_at_toy_size(tmp_path):
@@ -2764,7 +3349,9 @@ def test_every_command_of_the_readme_runs_at_toy_size(tmp_path):
     place = tmp_path / "clone"
     place.mkdir()
     write_conversations(place / "chat.jsonl")
-    files = subprocess.run(["git", "ls-files"], cwd=HERE, capture_output=True, text=True).stdout.split()
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=HERE, capture_output=True, text=True
+    ).stdout.split()
     for file in files:
         (place / file).parent.mkdir(parents=True, exist_ok=True)
         (place / file).write_bytes(open(os.path.join(HERE, file), "rb").read())
@@ -2793,7 +3380,9 @@ def test_every_command_of_the_readme_runs_at_toy_size(tmp_path):
             toy += f" ARGS='{shape}'"
         elif "prepare_c4.py --source" in command:
             toy = re.sub(
-                r"--source=\S+", f"--source={tmp_path}/a.jsonl --data_dir=data/c4 --tokenizer=bytes", toy
+                r"--source=\S+",
+                f"--source={tmp_path}/a.jsonl --data_dir=data/c4 --tokenizer=bytes",
+                toy,
             ).replace("10e9", "10e4")
         elif "sft_lima" in command:
             toy += " --max_iters=2 --eval_tokens=512 --compile=False"
@@ -2802,15 +3391,22 @@ def test_every_command_of_the_readme_runs_at_toy_size(tmp_path):
             toy += " " + shape
         elif "eval.py" in command:
             toy += " --max_new_tokens=5 --eval_tokens=512 --depth_tokens=512"
-            toy = toy.replace("--tasks=piqa,boolq", f"--tasks=tiny_choice --task_dir={write_tasks(tmp_path / 'tasks')}")
+            toy = toy.replace(
+                "--tasks=piqa,boolq",
+                f"--tasks=tiny_choice --task_dir={write_tasks(tmp_path / 'tasks')}",
+            )
         elif "classroom.py" in command:
             toy += " --steps=3 --width=32 --batch_size=16"
         elif "bench.py" in command:
             toy += " --n_layer=1 --n_head=2 --n_kv_head=1 --n_embd=32 --n_hidden=32 --vocab_size=300 --rounds=2"
             toy += " --what=residual" if "quick" in command else ""
             toy += " --modes=nag" if "--modes" in command else ""
-        result = subprocess.run(["bash", "-c", toy], cwd=place, env=env, capture_output=True, text=True)
-        assert result.returncode == 0, f"{command}\n{result.stdout[-1500:]}\n{result.stderr[-3000:]}"
+        result = subprocess.run(
+            ["bash", "-c", toy], cwd=place, env=env, capture_output=True, text=True
+        )
+        assert result.returncode == 0, (
+            f"{command}\n{result.stdout[-1500:]}\n{result.stderr[-3000:]}"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2818,7 +3414,9 @@ def test_every_command_of_the_readme_runs_at_toy_size(tmp_path):
 
 
 def header_of(out):
-    return next(json.loads(line)["run"] for line in open(os.path.join(out, "log.jsonl")) if '"run"' in line)
+    return next(
+        json.loads(line)["run"] for line in open(os.path.join(out, "log.jsonl")) if '"run"' in line
+    )
 
 
 def test_evaluation_windows_are_spread_over_the_split_and_halves_do_not_overlap(data):
@@ -2845,14 +3443,18 @@ def test_the_part_of_the_validation_split_is_chosen_in_training_and_evaluation(d
         loss = json.load(open(tmp_path / part / "eval.json"))["loss"]["loss"]
         assert loss == pytest.approx(records(tmp_path / part)[-1]["val_loss"], abs=1e-5)
     assert losses(tmp_path / "tune") == losses(tmp_path / "report")
-    assert records(tmp_path / "tune")[-1]["val_loss"] != records(tmp_path / "report")[-1]["val_loss"]
+    assert (
+        records(tmp_path / "tune")[-1]["val_loss"] != records(tmp_path / "report")[-1]["val_loss"]
+    )
 
 
 def test_the_log_says_how_the_outputs_start_and_step_0_is_kept(data, tmp_path):
     train(data, tmp_path / "a", "--residual=prenorm", "--keep_interval=6")
     train(data, tmp_path / "b", "--residual=prenorm", "--init_out=plain")
     headers = [header_of(tmp_path / name)["resolved"] for name in "ab"]
-    assert [h["init_out"] for h in headers] == ["scaled", "plain"] and headers[0]["min_lr"] == pytest.approx(4e-4)
+    assert [h["init_out"] for h in headers] == ["scaled", "plain"] and headers[0][
+        "min_lr"
+    ] == pytest.approx(4e-4)
     start = lora.load_model(tmp_path / "a" / "ckpt_000000.pt")[1]
     torch.manual_seed(1337)
     fresh = GPT(start.config)
@@ -2871,7 +3473,9 @@ def test_depth_has_the_size_of_each_update_relative_to_the_stream(residual):
 
 
 def test_runs_on_different_data_are_not_compared_or_resumed(data, tmp_path):
-    other = make_data(tmp_path / "other", "--max_tokens=100000", "--max_val_tokens=20000", "--shard_tokens=60000")
+    other = make_data(
+        tmp_path / "other", "--max_tokens=100000", "--max_val_tokens=20000", "--shard_tokens=60000"
+    )
     train(data, tmp_path / "a")
     train(other, tmp_path / "b")
     one, two = (header_of(tmp_path / name)["data"] for name in "ab")
@@ -2881,13 +3485,17 @@ def test_runs_on_different_data_are_not_compared_or_resumed(data, tmp_path):
     for split in meta["splits"].values():
         for shard in split["shards"]:
             assert shard.pop("sha256") == data_file.file_sha256(os.path.join(data, shard["file"]))
-    assert data_file.split_sha256(data, meta["splits"]["train"]["shards"]) == one["train"]  # an older meta.json
+    assert (
+        data_file.split_sha256(data, meta["splits"]["train"]["shards"]) == one["train"]
+    )  # an older meta.json
     with pytest.raises(SystemExit, match="a and .*b were trained on different data"):
         plot.main("loss", str(tmp_path / "x"), str(tmp_path / "a"), str(tmp_path / "b"))
     with pytest.raises(SystemExit, match="was trained on other data than that of"):
         train(other, tmp_path / "a", "--init_from=resume")
     shutil.copytree(data, tmp_path / "moved")
-    train(tmp_path / "moved", tmp_path / "a", "--init_from=resume", "--max_iters=7")  # the same content elsewhere
+    train(
+        tmp_path / "moved", tmp_path / "a", "--init_from=resume", "--max_iters=7"
+    )  # the same content elsewhere
     sys.path.insert(0, os.path.join(HERE, "runs"))
     import sweep
 
@@ -2898,14 +3506,22 @@ def test_runs_on_different_data_are_not_compared_or_resumed(data, tmp_path):
 def test_the_dial_is_calibrated_on_training_windows(data, two_runs, monkeypatch):
     seen = []
     monkeypatch.setattr(mod, "calibrate", lambda model, batches, shared, rate: seen.extend(batches))
-    script("eval.py", f"--out_dir={two_runs / 'd'}", "--what=mod", "--mod_rate=0.2", "--depth_tokens=64")
+    script(
+        "eval.py",
+        f"--out_dir={two_runs / 'd'}",
+        "--what=mod",
+        "--mod_rate=0.2",
+        "--depth_tokens=64",
+    )
     windows = data_file.Windows(data, "train", 32)
     assert torch.cat(seen)[0].tolist() == windows[data_file.spread(windows, 32768)[0]][:-1].tolist()
 
 
 def test_a_router_s_fallback_starts_small_enough_for_adam_to_turn():
     model = tiny(n_embd=512, mod_on="both", mod_rate=0.4, mod_fallback=True)
-    assert all(router.v.std().item() == pytest.approx(0.02, rel=0.2) for router in mod.routers(model))
+    assert all(
+        router.v.std().item() == pytest.approx(0.02, rel=0.2) for router in mod.routers(model)
+    )
 
 
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
@@ -2935,14 +3551,29 @@ def test_evaluation_and_rolling_scores_hold_no_more_logits_than_loss_chunk():
         assert a == pytest.approx(c, rel=1e-6) and b == d
 
 
-def test_a_sample_begins_as_every_document_and_is_timed_without_prompt_and_compilation(data, two_runs, monkeypatch):
+def test_a_sample_begins_as_every_document_and_is_timed_without_prompt_and_compilation(
+    data, two_runs, monkeypatch
+):
     seen = []
     real = ask.stream_tokens
-    monkeypatch.setattr(generate, "stream_tokens", lambda model, idx, *a, **k: seen.append(idx) or real(model, idx, *a, **k))
-    script("eval.py", f"--out_dir={two_runs / 'a'}", "--what=sample", "--prompt=ab", "--max_new_tokens=4")
+    monkeypatch.setattr(
+        generate,
+        "stream_tokens",
+        lambda model, idx, *a, **k: seen.append(idx) or real(model, idx, *a, **k),
+    )
+    script(
+        "eval.py",
+        f"--out_dir={two_runs / 'a'}",
+        "--what=sample",
+        "--prompt=ab",
+        "--max_new_tokens=4",
+    )
     assert seen[0].tolist() == [[256, 97, 98]]
     assert json.load(open(two_runs / "a" / "eval.json"))["sample"].startswith("ab")
-    assert ask.decoding_speed(0.0, [5.0, 9.0, 9.5, 10.0]) == "2 tokens/s; 9.00 s before, for the prompt and the first step"
+    assert (
+        ask.decoding_speed(0.0, [5.0, 9.0, 9.5, 10.0])
+        == "2 tokens/s; 9.00 s before, for the prompt and the first step"
+    )
     assert "too few" in ask.decoding_speed(0.0, [5.0])
 
 
@@ -2954,7 +3585,13 @@ MODELS = {  # every kind of model that a checkpoint can hold
     **{residual: [f"--residual={residual}"] for residual in RESIDUALS},
     "moe": ["--moe_experts=4", "--residual=lns"],
     "mod": ["--mod_on=both", "--mod_rate=0.3"],
-    "mod learned": ["--mod_on=mlp", "--mod_rate=0.3", "--mod_router=learned", "--residual=bhyt", "--moe_experts=4"],
+    "mod learned": [
+        "--mod_on=mlp",
+        "--mod_rate=0.3",
+        "--mod_router=learned",
+        "--residual=bhyt",
+        "--moe_experts=4",
+    ],
 }
 
 
@@ -2969,14 +3606,29 @@ def bare(*argv):
 
 
 def test_resume_needs_no_settings_and_equals_never_stopped(data, tmp_path):
-    argv = ["--residual=bhyt", "--bhyt_interval=2", "--dropout=0.1", "--learning_rate=1e-3", "--lr_decay_iters=6", "--n_layer=3"]
+    argv = [
+        "--residual=bhyt",
+        "--bhyt_interval=2",
+        "--dropout=0.1",
+        "--learning_rate=1e-3",
+        "--lr_decay_iters=6",
+        "--n_layer=3",
+    ]
     train(data, tmp_path / "one", *argv)
     train(data, tmp_path / "two", *argv, "--max_iters=3")
     bare(f"--out_dir={tmp_path / 'two'}", "--init_from=resume", "--max_iters=6")
     for key in ("model", "optimizers"):
         assert_same(checkpoint(tmp_path / "one")[key], checkpoint(tmp_path / "two")[key])
-    os.rename(tmp_path / "two", tmp_path / "moved")  # the folder's old name in the checkpoint does not matter
-    bare(f"--out_dir={tmp_path / 'moved'}", "--init_from=auto", "--max_iters=7", "--batch_size=1", "--learning_rate=1e-4")
+    os.rename(
+        tmp_path / "two", tmp_path / "moved"
+    )  # the folder's old name in the checkpoint does not matter
+    bare(
+        f"--out_dir={tmp_path / 'moved'}",
+        "--init_from=auto",
+        "--max_iters=7",
+        "--batch_size=1",
+        "--learning_rate=1e-4",
+    )
     assert not (tmp_path / "two").exists() and checkpoint(tmp_path / "moved")["step"] == 7
     assert header_of(tmp_path / "moved")["tokens_per_step"] == 128
     before = (tmp_path / "moved" / "ckpt.pt").read_bytes()
@@ -2985,7 +3637,9 @@ def test_resume_needs_no_settings_and_equals_never_stopped(data, tmp_path):
         ("--seed=2", "seed=1337, not 2"), ("--optimizer=muon", "optimizer='adamw', not 'muon'"),
         ("--beta2=0.9", "beta2=0.95, not 0.9"), ("--total_batch_tokens=256", "tokens_per_step=128, not 256"),
     ):  # fmt: skip
-        with pytest.raises(SystemExit, match=f"moved/ckpt.pt was trained with {re.escape(message)}"):
+        with pytest.raises(
+            SystemExit, match=f"moved/ckpt.pt was trained with {re.escape(message)}"
+        ):
             bare(f"--out_dir={tmp_path / 'moved'}", "--init_from=resume", flip)
     assert (tmp_path / "moved" / "ckpt.pt").read_bytes() == before
 
@@ -2995,7 +3649,17 @@ def test_every_setting_either_may_change_in_a_run_that_goes_on_or_is_fixed(data,
     ran = train(data, tmp_path, "--max_iters=1")
     assert ran["MAY_CHANGE"] <= known | {"dropout"}
     fixed = known - ran["MAY_CHANGE"]
-    assert fixed == {"seed", "optimizer", "beta1", "beta2", "sft_data", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets"}
+    assert fixed == {
+        "seed",
+        "optimizer",
+        "beta1",
+        "beta2",
+        "sft_data",
+        "lora_rank",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_targets",
+    }
 
 
 def test_a_branch_goes_on_elsewhere_and_leaves_its_source_alone(data, tmp_path):
@@ -3004,14 +3668,30 @@ def test_a_branch_goes_on_elsewhere_and_leaves_its_source_alone(data, tmp_path):
     before = {name: (tmp_path / "one" / name).read_bytes() for name in os.listdir(tmp_path / "one")}
     source = tmp_path / "one" / "ckpt_000003.pt"
     bare(f"--branch_from={source}", f"--out_dir={tmp_path / 'same'}", "--init_from=auto")
-    assert_same(checkpoint(tmp_path / "one")["model"], checkpoint(tmp_path / "same")["model"])  # under the same schedule
-    assert_same(checkpoint(tmp_path / "one")["optimizers"], checkpoint(tmp_path / "same")["optimizers"])
+    assert_same(
+        checkpoint(tmp_path / "one")["model"], checkpoint(tmp_path / "same")["model"]
+    )  # under the same schedule
+    assert_same(
+        checkpoint(tmp_path / "one")["optimizers"], checkpoint(tmp_path / "same")["optimizers"]
+    )
     assert [r["step"] for r in records(tmp_path / "same")] == [4, 5, 6, 7, 8]
-    bare(f"--branch_from={source}", f"--out_dir={tmp_path / 'decay'}", "--init_from=auto", "--max_iters=6")
-    bare(f"--branch_from={source}", f"--out_dir={tmp_path / 'decay'}", "--init_from=auto", "--max_iters=7")  # resumes
+    bare(
+        f"--branch_from={source}",
+        f"--out_dir={tmp_path / 'decay'}",
+        "--init_from=auto",
+        "--max_iters=6",
+    )
+    bare(
+        f"--branch_from={source}",
+        f"--out_dir={tmp_path / 'decay'}",
+        "--init_from=auto",
+        "--max_iters=7",
+    )  # resumes
     assert [r["step"] for r in records(tmp_path / "decay")] == [4, 5, 6, 7]
     assert header_of(tmp_path / "decay")["from"] == str(source)
-    assert before == {name: (tmp_path / "one" / name).read_bytes() for name in os.listdir(tmp_path / "one")}
+    assert before == {
+        name: (tmp_path / "one" / name).read_bytes() for name in os.listdir(tmp_path / "one")
+    }
     with pytest.raises(SystemExit, match="was trained with n_layer=2, not 3"):
         bare(f"--branch_from={source}", f"--out_dir={tmp_path / 'other'}", "--n_layer=3")
 
@@ -3021,7 +3701,13 @@ def test_a_branch_goes_on_elsewhere_and_leaves_its_source_alone(data, tmp_path):
 def test_the_documented_fine_tuning_commands_work_for_every_model(data, tmp_path, name):
     chat, run = write_conversations(tmp_path / "chat.jsonl"), tmp_path / "run"
     train(data, run, *MODELS[name])
-    config = [os.path.join(HERE, "config", "sft_lima.py"), f"--sft_data={chat}", "--max_iters=3", "--device=cpu", "--compile=False"]
+    config = [
+        os.path.join(HERE, "config", "sft_lima.py"),
+        f"--sft_data={chat}",
+        "--max_iters=3",
+        "--device=cpu",
+        "--compile=False",
+    ]
     bare(*config, f"--init_from={run / 'ckpt.pt'}", f"--out_dir={tmp_path / 'sft'}")
     state = checkpoint(tmp_path / "sft")
     assert state["config"] == checkpoint(run)["config"] and state["lora"]["rank"] == 8
@@ -3030,7 +3716,12 @@ def test_the_documented_fine_tuning_commands_work_for_every_model(data, tmp_path
     assert lora.load_model(tmp_path / "merged.pt")[1].config == lora.load_model(run)[1].config
     other = "prenorm" if name != "prenorm" else "lns"
     with pytest.raises(SystemExit, match=f"was trained with residual='.*', not '{other}'"):
-        bare(*config, f"--init_from={run / 'ckpt.pt'}", f"--out_dir={tmp_path / 'x'}", f"--residual={other}")
+        bare(
+            *config,
+            f"--init_from={run / 'ckpt.pt'}",
+            f"--out_dir={tmp_path / 'x'}",
+            f"--residual={other}",
+        )
     assert not (tmp_path / "x").exists()
 
 
@@ -3042,7 +3733,10 @@ def test_fine_tuning_at_another_block_size_keeps_the_c_of_bhyt(data, tmp_path):
              "--bhyt_interval=1", "--device=cpu", "--compile=False", "--eval_tokens=512")  # fmt: skip
         assert checkpoint(out)["config"]["bhyt_context"] == context
         for b in range(2):
-            c, before = (checkpoint(p)["model"][f"blocks.{b}.attn_residual.c"].item() for p in (out, tmp_path / "a"))
+            c, before = (
+                checkpoint(p)["model"][f"blocks.{b}.attn_residual.c"].item()
+                for p in (out, tmp_path / "a")
+            )
             fresh = lora.load_model(tmp_path / "a")[1].blocks[b].attn_residual.c.item()
             assert c == pytest.approx(fresh, rel=1e-3) and c != pytest.approx(before, rel=1e-6)
 
@@ -3068,7 +3762,11 @@ def spoiled(kind, path, good):
         state = torch.load(good, weights_only=True)
         torch.save({**state, "config": state["config"] | {"nag_colour": "red"}}, path)
     elif kind in ("another shape", "gone setting", "old experts"):
-        change = {"another shape": {"n_embd": 64}, "gone setting": {"bhyt_causal": True}, "old experts": {"moe_experts": 4}}
+        change = {
+            "another shape": {"n_embd": 64},
+            "gone setting": {"bhyt_causal": True},
+            "old experts": {"moe_experts": 4},
+        }
         state = torch.load(good, weights_only=True)
         state["config"] |= change[kind]
         torch.save(state | {"format": 2 if kind == "another shape" else 1}, path)
@@ -3087,7 +3785,9 @@ def spoiled(kind, path, good):
         ("old experts", "has format 1 and moe_experts=4: experts had another layout then"),
     ],
 )  # fmt: skip
-def test_every_script_answers_a_bad_checkpoint_with_one_line(data, base_run, tmp_path, monkeypatch, kind, message):
+def test_every_script_answers_a_bad_checkpoint_with_one_line(
+    data, base_run, tmp_path, monkeypatch, kind, message
+):
     monkeypatch.chdir(tmp_path)
     path = spoiled(kind, tmp_path / "ckpt.pt", base_run / "ckpt.pt")
     for run in (
@@ -3106,7 +3806,11 @@ def test_a_checkpoint_of_the_first_format_is_read(data, base_run, tmp_path):
     state = checkpoint(base_run)
     for key in ("format", "data", "run_id"):
         state.pop(key)
-    state["settings"] |= {"warmup_iters": 0.25, "gradient_accumulation_steps": 1, "save_interval": 100}
+    state["settings"] |= {
+        "warmup_iters": 0.25,
+        "gradient_accumulation_steps": 1,
+        "save_interval": 100,
+    }
     for key in ("warmup_share", "branch_from", "save_best", "val_part"):
         state["settings"].pop(key)
     state["config"].pop("bhyt_context")
@@ -3115,7 +3819,9 @@ def test_a_checkpoint_of_the_first_format_is_read(data, base_run, tmp_path):
     bare(f"--out_dir={tmp_path}", "--init_from=resume", "--max_iters=8")
     header = header_of(tmp_path)
     assert header["settings"]["warmup_share"] == 0.25 and header["settings"]["warmup_iters"] == 50
-    assert checkpoint(tmp_path)["step"] == 8 and checkpoint(tmp_path)["format"] == checkpoints.FORMAT
+    assert (
+        checkpoint(tmp_path)["step"] == 8 and checkpoint(tmp_path)["format"] == checkpoints.FORMAT
+    )
 
 
 def test_saves_come_by_time_unless_steps_are_asked_for(data, tmp_path, monkeypatch):
@@ -3128,7 +3834,11 @@ def test_saves_come_by_time_unless_steps_are_asked_for(data, tmp_path, monkeypat
 
     monkeypatch.setattr(checkpoints, "save", save)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(lora, "merged", lambda model: (now.__setitem__(0, now[0] + 10), lora.adapters(model))[1] or NOTHING)
+    monkeypatch.setattr(
+        lora,
+        "merged",
+        lambda model: (now.__setitem__(0, now[0] + 10), lora.adapters(model))[1] or NOTHING,
+    )
     argv = ["--max_iters=12", "--eval_interval=0", "--residual=bhyt", "--bhyt_interval=1"]
     for name, cost, more, expected in (
         ("cheap", 0.0, [], [0, 3, 6, 9, 12]), ("dear", 0.6, [], [0, 6, 12]), ("steps", 0.6, ["--save_interval=5"], [0, 5, 10, 12]),
@@ -3166,25 +3876,50 @@ def ranks(data, out, *argv, count=2):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_sharded_checkpoints_resume_on_any_number_of_ranks_and_every_script_reads_them(data, tmp_path, optimizer):
-    steps = ["--max_iters=9", "--lr_decay_iters=9", "--gradient_accumulation_steps=2", f"--optimizer={optimizer}"]
+def test_sharded_checkpoints_resume_on_any_number_of_ranks_and_every_script_reads_them(
+    data, tmp_path, optimizer
+):
+    steps = [
+        "--max_iters=9",
+        "--lr_decay_iters=9",
+        "--gradient_accumulation_steps=2",
+        f"--optimizer={optimizer}",
+    ]
     train(data, tmp_path / "one", *steps)
     run, fsdp = tmp_path / "run", ["--shard=fsdp", "--save_interval=2"]
     ranks(data, run, *steps, *fsdp, "--max_iters=3", "--keep_interval=2", "--save_best=True")
-    assert {"ckpt_000003", "kept_000000", "kept_000002", "best_000003", "log.jsonl"} == set(os.listdir(run))
-    assert {"index.json", "state.pt", "__0_0.distcp", "__1_0.distcp"} == set(os.listdir(run / "ckpt_000003"))
+    assert {"ckpt_000003", "kept_000000", "kept_000002", "best_000003", "log.jsonl"} == set(
+        os.listdir(run)
+    )
+    assert {"index.json", "state.pt", "__0_0.distcp", "__1_0.distcp"} == set(
+        os.listdir(run / "ckpt_000003")
+    )
     train(data, run, *steps, "--init_from=resume", "--max_iters=5", "--shard=none")  # one process
     assert "ckpt.pt" in os.listdir(run) and "ckpt_000003" not in os.listdir(run)
     ranks(data, run, *steps, *fsdp, "--init_from=resume", "--max_iters=7")
-    ranks(data, run, *steps, "--shard=none", "--init_from=resume", "--max_iters=8")  # DDP reads it too
+    ranks(
+        data, run, *steps, "--shard=none", "--init_from=resume", "--max_iters=8"
+    )  # DDP reads it too
     ranks(data, run, *steps, *fsdp, "--init_from=resume")
     assert losses(run) == pytest.approx(losses(tmp_path / "one"), abs=2e-4)
     _, model = lora.load_model(run)
     _, whole = lora.load_model(tmp_path / "one")
     for a, b in zip(model.parameters(), whole.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
-    script("eval.py", f"--out_dir={run}", "--what=loss", "--eval_tokens=512", "--checkpoint=kept_000002")
-    bare(f"--init_from={run}", "--lora_rank=2", f"--out_dir={tmp_path / 'sft'}", "--max_iters=1", "--shard=none")
+    script(
+        "eval.py",
+        f"--out_dir={run}",
+        "--what=loss",
+        "--eval_tokens=512",
+        "--checkpoint=kept_000002",
+    )
+    bare(
+        f"--init_from={run}",
+        "--lora_rank=2",
+        f"--out_dir={tmp_path / 'sft'}",
+        "--max_iters=1",
+        "--shard=none",
+    )
     lora.main(str(tmp_path / "sft"), str(tmp_path / "merged.pt"))
 
 
@@ -3223,7 +3958,15 @@ def test_a_malicious_or_broken_folder_is_refused_and_runs_nothing(data, tmp_path
     part = tmp_path / "bad" / "__0_0.distcp"
     torch.save(Evil(), part)  # in place of the first tensor
     content = json.load(open(index))
-    content[first]["parts"] = [[[0] * len(content[first]["size"]), content[first]["size"], part.name, 0, os.path.getsize(part)]]
+    content[first]["parts"] = [
+        [
+            [0] * len(content[first]["size"]),
+            content[first]["size"],
+            part.name,
+            0,
+            os.path.getsize(part),
+        ]
+    ]
     index.write_text(json.dumps(content))
     refused("is no complete checkpoint")
     os.remove(index)
@@ -3232,17 +3975,33 @@ def test_a_malicious_or_broken_folder_is_refused_and_runs_nothing(data, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [["--shard=fsdp"], []], ids=str)
-@pytest.mark.parametrize("more", [["--compile=True"], ["--optimizer=muon"], ["--compile=True", "--optimizer=muon", "--moe_experts=4"]], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--compile=True"],
+        ["--optimizer=muon"],
+        ["--compile=True", "--optimizer=muon", "--moe_experts=4"],
+    ],
+    ids=str,
+)
 def test_two_ranks_compiled_or_with_muon_equal_one_process(data, tmp_path, how, more):
     steps = ["--max_iters=8", "--gradient_accumulation_steps=2", *more]
     train(data, tmp_path / "one", *steps)
     ranks(data, tmp_path / "two", *steps, *how)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=3e-3 if "moe" in str(more) else 2e-4)
+    assert losses(tmp_path / "two") == pytest.approx(
+        losses(tmp_path / "one"), abs=3e-3 if "moe" in str(more) else 2e-4
+    )
 
 
 @pytest.mark.slow
 def test_20_kills_of_a_sharded_run_change_nothing(data, tmp_path):
-    steps = ["--max_iters=300", "--lr_decay_iters=300", "--gradient_accumulation_steps=2", "--eval_interval=0", "--shard=fsdp"]
+    steps = [
+        "--max_iters=300",
+        "--lr_decay_iters=300",
+        "--gradient_accumulation_steps=2",
+        "--eval_interval=0",
+        "--shard=fsdp",
+    ]
     steps += ["--save_interval=1", "--init_from=auto", "--log_interval=1"]
     ranks(data, tmp_path / "whole", *steps)
     rng, kills = random.Random(0), 0
@@ -3255,7 +4014,9 @@ def test_20_kills_of_a_sharded_run_change_nothing(data, tmp_path):
             newest = checkpoints.newest(str(tmp_path / "killed"))
             reached = checkpoints.step_of(newest) if newest else -1
         time.sleep(rng.random() * 0.05)
-        subprocess.run(["pkill", "-KILL", "-f", str(tmp_path / "killed")])  # the launcher and both ranks
+        subprocess.run(
+            ["pkill", "-KILL", "-f", str(tmp_path / "killed")]
+        )  # the launcher and both ranks
         process.wait()
         kills += 1
     ranks(data, tmp_path / "killed", *steps)
@@ -3271,14 +4032,19 @@ def test_windows_has_no_resource_module_and_trains_all_the_same(data, tmp_path, 
     assert records(tmp_path)[-1]["mem_gb"] is None
 
 
-@pytest.mark.parametrize("cuda, mps, expected", [(True, False, "cuda:1"), (False, True, "mps"), (False, False, "cpu")])
+@pytest.mark.parametrize(
+    "cuda, mps, expected", [(True, False, "cuda:1"), (False, True, "mps"), (False, False, "cpu")]
+)
 def test_auto_takes_the_best_device_there_is(monkeypatch, cuda, mps, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     assert str(machine.pick_device("auto", local_rank=1)) == expected
     assert machine.pick_dtype("auto", "mps") == "float32" and not machine.can_compile("mps")
     for name in ("eval.py", "bench.py", "train.py"):
-        assert configurator.read_settings(open(os.path.join(HERE, name)).read())["device"].default == "auto"
+        assert (
+            configurator.read_settings(open(os.path.join(HERE, name)).read())["device"].default
+            == "auto"
+        )
 
 
 def test_a_small_file_of_conversations_has_some_for_both_splits(tmp_path):
@@ -3327,13 +4093,17 @@ def test_the_walk_keeps_the_dtype_of_the_stream():
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         *_, (_, _, _, before, last) = depth.walk(model, idx)
         logits = F.linear(*model.ends.readout(last, model.head.weight))
-        assert before.x.dtype == last.x.dtype == torch.bfloat16 and torch.equal(logits, model(idx)[0])
+        assert before.x.dtype == last.x.dtype == torch.bfloat16 and torch.equal(
+            logits, model(idx)[0]
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # House rules
 
-SOURCES = sorted(glob.glob(os.path.join(HERE, "*.py")) + glob.glob(os.path.join(HERE, "runs", "*.py")))
+SOURCES = sorted(
+    glob.glob(os.path.join(HERE, "*.py")) + glob.glob(os.path.join(HERE, "runs", "*.py"))
+)
 
 
 def test_only_the_launcher_speaks_through_the_environment():
@@ -3346,9 +4116,15 @@ def test_only_the_launcher_speaks_through_the_environment():
 
 @pytest.mark.parametrize(
     "name",
-    [os.path.basename(path)[:-3] for path in glob.glob(os.path.join(HERE, "*.py")) if not path.endswith("train.py")],
+    [
+        os.path.basename(path)[:-3]
+        for path in glob.glob(os.path.join(HERE, "*.py"))
+        if not path.endswith("train.py")
+    ],
 )
 def test_importing_does_nothing(name, tmp_path):
     code = f"import sys; sys.path.insert(0, {HERE!r}); import {name}"
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
     assert (result.returncode, result.stdout, os.listdir(tmp_path)) == (0, "", []), result.stderr

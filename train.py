@@ -41,7 +41,7 @@ from machine import (
     pick_dtype,
     prepare_process,
 )
-from model import RESIDUALS, GPT, GPTConfig, evaluate, init_out
+from model import GPT, RESIDUALS, GPTConfig, evaluate, init_out
 from nag import NAG
 from norms import gathered
 
@@ -49,12 +49,18 @@ from norms import gathered
 data_dir = "data/python"  # shards that prepare_c4.py made
 out_dir = "out"  # checkpoints and log.jsonl
 init_from = "scratch"  # scratch; resume in out_dir; auto: resume if there is a checkpoint; or a checkpoint to fine-tune
-branch_from: str | None = None  # another run's checkpoint to go on from in a new out_dir, with step and optimizer
+branch_from: str | None = (
+    None  # another run's checkpoint to go on from in a new out_dir, with step and optimizer
+)
 # how long, and on how much
 max_iters = 700  # optimizer steps
-flops_budget: float | None = None  # training FLOPs in place of max_iters; the step that reaches them is the last
+flops_budget: float | None = (
+    None  # training FLOPs in place of max_iters; the step that reaches them is the last
+)
 batch_size = 8  # the most sequences that a rank takes at once; a smaller number is used where this does not divide
-gradient_accumulation_steps: int | None = None  # micro-steps a step, over all ranks together; None: 1
+gradient_accumulation_steps: int | None = (
+    None  # micro-steps a step, over all ranks together; None: 1
+)
 total_batch_tokens: int | None = None  # tokens a step; in place of gradient_accumulation_steps
 seed = 1337  # of initialisation, data order and dropout
 # optimizer
@@ -62,7 +68,9 @@ optimizer = "adamw"  # adamw, or muon for the matrices and adamw for the rest
 learning_rate = 4e-3  # the peak
 gate_lr: float | None = None  # peak for the residual's scalars and gates; None: learning_rate
 alpha_warmup_iters = 0  # nag: steps over which its rotations grow from none to full
-bhyt_interval = 100  # bhyt, prenorm_approx: steps between refreshes of the c that predicts a variance
+bhyt_interval = (
+    100  # bhyt, prenorm_approx: steps between refreshes of the c that predicts a variance
+)
 weight_decay = 0.1  # of matrices and embeddings; nothing else decays
 beta1 = 0.9  # adamw
 beta2 = 0.95  # adamw
@@ -75,7 +83,9 @@ lr_decay_iters: int | None = None  # step at which the learning rate reaches min
 min_lr: float | None = None  # where the learning rate ends; None: a tenth of learning_rate
 max_bad_steps = 5  # give up after so many steps in a row with a loss or gradient that is not finite
 # fine-tuning
-sft_data: str | None = None  # conversations to train on: a .jsonl in LIMA's format or a name on the hub
+sft_data: str | None = (
+    None  # conversations to train on: a .jsonl in LIMA's format or a name on the hub
+)
 lora_rank = 0  # of adapters that train in place of the weights; 0: none
 lora_alpha = 16.0  # lora: an adapter's output is multiplied by lora_alpha / lora_rank
 lora_dropout = 0.0  # lora: on the adapters' input
@@ -86,7 +96,9 @@ eval_tokens: int | None = 131072  # validation tokens, evenly spaced over the sp
 val_part = "all"  # of the validation split: all, or one half of its windows: tune or report
 log_interval = 1  # steps between lines
 log_grad_norms = False  # also log the gradient norm of every parameter, before clipping
-save_interval: int | None = None  # steps between saves; 0: only at the end; None: by time, see saves_by_time
+save_interval: int | None = (
+    None  # steps between saves; 0: only at the end; None: by time, see saves_by_time
+)
 keep_interval = 0  # steps between checkpoints that are kept, from step 0 on; 0: none
 save_best = False  # also keep the checkpoint with the lowest validation loss
 wandb_log = False  # send the records to wandb as well
@@ -94,7 +106,9 @@ wandb_project = "residual"  # project there
 # machine
 device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
 dtype = "auto"  # float32 or bfloat16 autocast; auto: bfloat16 where the hardware computes in it
-compile: bool | None = None  # torch.compile each block; None: on CUDA, and on Linux CPUs that have g++
+compile: bool | None = (
+    None  # torch.compile each block; None: on CUDA, and on Linux CPUs that have g++
+)
 loss_chunk: int | None = None  # tokens whose logits are in memory at a time; None: all
 recompute = False  # keep only the input of each block and recompute the rest in the backward: a third more time
 shard = "none"  # none: every rank holds the whole model (DDP); fsdp: every rank holds a share of each block (FSDP2)
@@ -124,8 +138,16 @@ RULES = (
     ("val_part", lambda v: v in ("all", "tune", "report"), "all, tune or report"),
     ("max_iters batch_size gradient_accumulation_steps", lambda v: v > 0, "above 0"),
     ("log_interval max_bad_steps bhyt_interval loss_chunk", lambda v: v > 0, "above 0"),
-    ("learning_rate eval_tokens flops_budget total_batch_tokens lr_decay_iters wsd_share", lambda v: v > 0, "above 0"),
-    ("seed weight_decay grad_clip beta1 beta2 gate_lr warmup_iters alpha_warmup_iters", lambda v: v >= 0, "at least 0"),
+    (
+        "learning_rate eval_tokens flops_budget total_batch_tokens lr_decay_iters wsd_share",
+        lambda v: v > 0,
+        "above 0",
+    ),
+    (
+        "seed weight_decay grad_clip beta1 beta2 gate_lr warmup_iters alpha_warmup_iters",
+        lambda v: v >= 0,
+        "at least 0",
+    ),
     ("eval_interval save_interval keep_interval lora_rank", lambda v: v >= 0, "at least 0"),
     ("lora_dropout", lambda v: 0 <= v < 1, "a share, below 1"),
     ("beta1 beta2 wsd_share", lambda v: v <= 1, "at most 1"),
@@ -145,15 +167,22 @@ def inherit(saved, going_on):
     if going_on:
         kept, fixed = {k: old[k] for k in settings}, settings.keys() - MAY_CHANGE
         if given.keys() & {"gradient_accumulation_steps", "total_batch_tokens"}:
-            kept |= {"gradient_accumulation_steps": None, "total_batch_tokens": None}  # one replaces the other
+            kept |= {
+                "gradient_accumulation_steps": None,
+                "total_batch_tokens": None,
+            }  # one replaces the other
     else:
         kept = settings | {k: old[k] for k in model_fields | {"data_dir"}}
         fixed = model_fields - {"dropout", "block_size"}
         predicts = hasattr(RESIDUALS[old["residual"]], "refresh")
         if predicts and given.get("block_size", old["block_size"]) != old["block_size"]:
-            kept["bhyt_context"] = old["bhyt_context"] or old["block_size"]  # c was learned at this T
+            kept["bhyt_context"] = (
+                old["bhyt_context"] or old["block_size"]
+            )  # c was learned at this T
     kept |= {k: settings[k] for k in ("out_dir", "init_from", "branch_from")}
-    differs = [f"{k}={old[k]!r}, not {given[k]!r}" for k in given if k in fixed and given[k] != old[k]]
+    differs = [
+        f"{k}={old[k]!r}, not {given[k]!r}" for k in given if k in fixed and given[k] != old[k]
+    ]
     if differs:
         fail(f"{saved['path']} was trained with {'; '.join(differs)}")
     return kept | given
@@ -165,12 +194,18 @@ def check_settings():
             if settings[key] is not None and not holds(settings[key]):
                 fail(f"{key}={settings[key]!r}: must be {text}")
     if total_batch_tokens is not None and gradient_accumulation_steps is not None:
-        fail("total_batch_tokens and gradient_accumulation_steps say the same: set one, and the other to None")
+        fail(
+            "total_batch_tokens and gradient_accumulation_steps say the same: set one, and the other to None"
+        )
     residual = RESIDUALS.get(settings["residual"])
     if alpha_warmup_iters and not hasattr(residual, "turn"):
-        fail(f"alpha_warmup_iters={alpha_warmup_iters} needs a mode that rotates, such as residual='nag'")
+        fail(
+            f"alpha_warmup_iters={alpha_warmup_iters} needs a mode that rotates, such as residual='nag'"
+        )
     if bhyt_interval != 100 and not hasattr(residual, "refresh"):
-        fail(f"bhyt_interval={bhyt_interval} needs a mode that predicts a variance, such as residual='bhyt'")
+        fail(
+            f"bhyt_interval={bhyt_interval} needs a mode that predicts a variance, such as residual='bhyt'"
+        )
     if settings["bf16_stream"] and dtype == "float32":
         fail("bf16_stream=True needs dtype='bfloat16'")
     if shard == "fsdp" and world == 1:
@@ -180,27 +215,48 @@ def check_settings():
     if not lora_rank and (lora_alpha, lora_dropout, lora_targets) != (16.0, 0.0, "wq,wk,wv,wo"):
         fail("lora_alpha, lora_dropout and lora_targets need lora_rank above 0")
     if lora_rank and (shard == "fsdp" or saved is None):
-        fail(f"lora_rank={lora_rank} adapts a trained model: give init_from a checkpoint, and shard='none'")
+        fail(
+            f"lora_rank={lora_rank} adapts a trained model: give init_from a checkpoint, and shard='none'"
+        )
 
 
-rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+rank, local_rank, world = (
+    int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+)
 main = rank == 0
 if branch_from is not None and init_from not in ("scratch", "auto"):
     fail(f"branch_from starts a new run, init_from={init_from!r} another: leave one of them out")
 resuming = init_from == "resume" or (init_from == "auto" and checkpoint.newest(out_dir) is not None)
 going_on = resuming or branch_from is not None  # with the checkpoint's step and optimizer
-source = out_dir if resuming else branch_from if going_on else None if init_from in ("scratch", "auto") else init_from
+source = (
+    out_dir
+    if resuming
+    else branch_from
+    if going_on
+    else None
+    if init_from in ("scratch", "auto")
+    else init_from
+)
 saved = None if source is None else checkpoint.load(source)
 if saved is not None:
     settings = inherit(saved, going_on)
-    globals().update({key: settings[key] for key in settings.keys() - {field.name for field in fields(GPTConfig)}})
+    globals().update(
+        {
+            key: settings[key]
+            for key in settings.keys() - {field.name for field in fields(GPTConfig)}
+        }
+    )
 device = pick_device(device, local_rank)
 dtype = pick_dtype(dtype, device.type)
 if compile is None:
     compile = can_compile(device.type)
 check_settings()
-if not resuming and (checkpoint.newest(out_dir) or os.path.exists(os.path.join(out_dir, "log.jsonl"))):
-    fail(f"{out_dir} already holds a run: --init_from=resume goes on with it, --out_dir=... starts another")
+if not resuming and (
+    checkpoint.newest(out_dir) or os.path.exists(os.path.join(out_dir, "log.jsonl"))
+):
+    fail(
+        f"{out_dir} already holds a run: --init_from=resume goes on with it, --out_dir=... starts another"
+    )
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Data and model
@@ -208,14 +264,23 @@ if not resuming and (checkpoint.newest(out_dir) or os.path.exists(os.path.join(o
 
 def divide_batch():
     """(tokens a step, sequences a micro-step on each rank, micro-steps of each rank)"""
-    tokens = total_batch_tokens or (gradient_accumulation_steps or 1) * batch_size * config.block_size
+    tokens = (
+        total_batch_tokens or (gradient_accumulation_steps or 1) * batch_size * config.block_size
+    )
     if going_on:
-        if given.keys() & {"gradient_accumulation_steps", "total_batch_tokens"} and tokens != saved["tokens_per_step"]:
-            fail(f"{saved['path']} was trained with tokens_per_step={saved['tokens_per_step']}, not {tokens}")
+        if (
+            given.keys() & {"gradient_accumulation_steps", "total_batch_tokens"}
+            and tokens != saved["tokens_per_step"]
+        ):
+            fail(
+                f"{saved['path']} was trained with tokens_per_step={saved['tokens_per_step']}, not {tokens}"
+            )
         tokens = saved["tokens_per_step"]
     share = tokens // (config.block_size * world)  # sequences of each rank
     if share * config.block_size * world != tokens or not share:
-        fail(f"{tokens} tokens a step do not divide over {world} ranks in sequences of {config.block_size} tokens")
+        fail(
+            f"{tokens} tokens a step do not divide over {world} ranks in sequences of {config.block_size} tokens"
+        )
     sequences = max(n for n in range(1, min(batch_size, share) + 1) if share % n == 0)
     return tokens, sequences, share // sequences
 
@@ -225,13 +290,18 @@ def open_data():
     train, val = (Windows(data_dir, split, config.block_size) for split in ("train", "val"))
     meta = train.meta
     if meta["vocab_size"] > config.vocab_size:
-        fail(f"{data_dir} has token ids up to {meta['vocab_size'] - 1}: set --vocab_size={meta['vocab_size']} or more")
+        fail(
+            f"{data_dir} has token ids up to {meta['vocab_size'] - 1}: set --vocab_size={meta['vocab_size']} or more"
+        )
     if saved is not None and saved["meta"]["tokenizer_sha256"] != meta["tokenizer_sha256"]:
         fail(f"{saved['path']} was trained on another tokenizer than that of {data_dir}")
     if sft_data is None:
         return train, val, None
     encoding = meta_tokenizer(data_dir, meta)
-    return *(lora.Conversations(sft_data, split, encoding, config.block_size) for split in ("train", "val")), val
+    return *(
+        lora.Conversations(sft_data, split, encoding, config.block_size)
+        for split in ("train", "val")
+    ), val
 
 
 try:
@@ -239,7 +309,12 @@ try:
     torch.manual_seed(seed)
     model = GPT(config)
     model.loss_chunk, model.recompute = loss_chunk, recompute
-    adapters = {"rank": lora_rank, "alpha": lora_alpha, "dropout": lora_dropout, "targets": lora_targets}
+    adapters = {
+        "rank": lora_rank,
+        "alpha": lora_alpha,
+        "dropout": lora_dropout,
+        "targets": lora_targets,
+    }
     if going_on:
         lora.load_state(model, saved)
         adapters = saved.get("lora")
@@ -252,7 +327,9 @@ tokens_per_step, sequences, micro_steps = divide_batch()
 train_windows, val_windows, pretraining = open_data()
 data_sha256 = {"train": train_windows.sha256, "val": val_windows.sha256}
 if going_on and saved.get("data", data_sha256) != data_sha256:
-    fail(f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {saved['data']}, {data_sha256}")
+    fail(
+        f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {saved['data']}, {data_sha256}"
+    )
 meta = (pretraining or val_windows).meta
 loader = Loader(train_windows, sequences, micro_steps, seed, rank, world, device)
 val_indices = spread(val_windows, eval_tokens, val_part)
@@ -276,14 +353,20 @@ if world > 1:
 if compile:
     model.compile_blocks()
 net = model  # what the training step calls
-if shard == "fsdp":  # parameters are sharded and gathered in float32, so that the numbers are those of DDP
+if (
+    shard == "fsdp"
+):  # parameters are sharded and gathered in float32, so that the numbers are those of DDP
     mesh = dist.init_device_mesh(device.type, (world,))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
 else:
     model.to(device)
     if world > 1:
-        net = DDP(model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
+        net = DDP(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            broadcast_buffers=False,
+        )
 
 routers, experts = mod.routers(model), moe.layers(model)
 if not main:  # the checkpoint has the scores of all ranks, and one rank counts them
@@ -331,7 +414,9 @@ def save(kind):
         if main and (kind == "newest" or (kind == "best" and shard == "fsdp")):
             checkpoint.remove_older(out_dir, path)
     except checkpoint.SAVE_ERRORS as error:
-        fail(f"step {step} could not be saved as {path}, the checkpoints before it are intact: {error}")
+        fail(
+            f"step {step} could not be saved as {path}, the checkpoints before it are intact: {error}"
+        )
     if world > 1:
         dist.barrier()
     save_seconds, last_save = time.monotonic() - began, time.monotonic()
@@ -344,9 +429,16 @@ def saves_by_time():
 
 def run_header():
     """The first line of the log: what is needed to repeat the run."""
-    groups = {key: sum(model.get_parameter(n).numel() for n in names) for key, names in model.param_groups().items()}
+    groups = {
+        key: sum(model.get_parameter(n).numel() for n in names)
+        for key, names in model.param_groups().items()
+    }
     groups = {"active": model.num_params(active=True), **groups} if experts else groups
-    groups |= {"trained": sum(p.numel() for p in model.parameters() if p.requires_grad)} if lora_rank else {}
+    groups |= (
+        {"trained": sum(p.numel() for p in model.parameters() if p.requires_grad)}
+        if lora_rank
+        else {}
+    )
     resolved = {
         "init_out": init_out(config), "gate_lr": learning_rate if gate_lr is None else gate_lr,
         "min_lr": 0.1 * learning_rate if min_lr is None else min_lr, "dtype": dtype, "compile": compile,
@@ -374,7 +466,11 @@ def cut_log():
     """Drop the records of steps that will be done again, and a line that a kill cut short."""
     lines = [line for line in open(log_path) if line.endswith("\n")]
     with atomic(log_path) as file:
-        file.write("".join(line for line in lines if json.loads(line).get("step", -1) <= (step or -1)).encode())
+        file.write(
+            "".join(
+                line for line in lines if json.loads(line).get("step", -1) <= (step or -1)
+            ).encode()
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -383,7 +479,9 @@ def cut_log():
 
 def learning_rate_factor():
     """The learning rate as a share of its peak: linear warm-up, then cosine or wsd, down to min_lr."""
-    at = step if flops_budget is None else flops / expected_flops  # a budget counts steps of the expected cost
+    at = (
+        step if flops_budget is None else flops / expected_flops
+    )  # a budget counts steps of the expected cost
     last, floor = lr_decay_iters or max_iters, 0.1 if min_lr is None else min_lr / learning_rate
     warm = warmup_iters if warmup_share is None else round(warmup_share * last)
     if at < warm:
@@ -409,13 +507,20 @@ def prepare_step(factor):
     if step % bhyt_interval == 0:
         with lora.merged(model):
             model.refresh()
-    torch.manual_seed(hash((seed, step, rank)))  # dropout is a function of the step, so there is no state to save
+    torch.manual_seed(
+        hash((seed, step, rank))
+    )  # dropout is a function of the step, so there is no state to save
 
 
 def gradients():
     """Accumulate the gradient of one step. Returns (loss, norm, stop, save): Python numbers, the same on all ranks."""
-    status = torch.zeros(3, device=device)  # loss, a rank was told to stop, rank 0's clock says save
-    batches, shares = (loader.batch(step, micro) for micro in range(micro_steps)), repeat(1 / micro_steps)
+    status = torch.zeros(
+        3, device=device
+    )  # loss, a rank was told to stop, rank 0's clock says save
+    batches, shares = (
+        (loader.batch(step, micro) for micro in range(micro_steps)),
+        repeat(1 / micro_steps),
+    )
     if sft_data is not None:  # a micro-step counts by the number of its answers' tokens
         batches = [*batches]
         shares = lora.shares_of(batches, world)
@@ -433,7 +538,9 @@ def gradients():
         grad_norms.update({n: gathered(p.grad.norm()) for n, p in named})
     norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
     status[0] /= world
-    loss, stop, save_now, norm = torch.cat((status, norm.view(1))).tolist()  # the step's only wait for the device
+    loss, stop, save_now, norm = torch.cat(
+        (status, norm.view(1))
+    ).tolist()  # the step's only wait for the device
     return loss, norm, stop > 0, save_now > 0
 
 
@@ -451,19 +558,29 @@ def validate():
     """Validation losses for the log; for NAG, also what its gates do on the first validation batch."""
 
     def loss_on(windows, indices):
-        return evaluate(model, eval_batches(windows, indices, sequences, device, rank, world), world)
+        return evaluate(
+            model, eval_batches(windows, indices, sequences, device, rank, world), world
+        )
 
     with autocast(device.type, dtype):
         seen = {"val_loss": loss_on(val_windows, val_indices)}
         text, indices = val_windows, val_indices
-        if sft_data is not None:  # val_loss is that of answers; this one shows what fine-tuning forgets
+        if (
+            sft_data is not None
+        ):  # val_loss is that of answers; this one shows what fine-tuning forgets
             text, indices = pretraining, spread(pretraining, eval_tokens, val_part)
             seen["pretraining_loss"] = loss_on(text, indices)
         if hasattr(RESIDUALS[config.residual], "turn"):
             x, _ = next(eval_batches(text, indices, sequences, device))
             seen["gates"] = gate_health(model, x)
-            if main and step >= alpha_warmup_iters and seen["gates"]["dead"] > 0.1 * 2 * config.n_layer:
-                print(f"warning: {seen['gates']['dead']} of {2 * config.n_layer} sublayers turn next to nothing")
+            if (
+                main
+                and step >= alpha_warmup_iters
+                and seen["gates"]["dead"] > 0.1 * 2 * config.n_layer
+            ):
+                print(
+                    f"warning: {seen['gates']['dead']} of {2 * config.n_layer} sublayers turn next to nothing"
+                )
     return seen
 
 
@@ -476,7 +593,9 @@ stopping = False  # set by a signal at any time, looked at by every step
 def on_signal(number, frame):
     global stopping
     stopping = True
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once; launchers may repeat a SIGTERM
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # a second Ctrl-C ends at once; launchers may repeat a SIGTERM
 
 
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -494,7 +613,11 @@ def due(interval):
 def show(record, eta):
     if main:
         val = "" if record["val_loss"] is None else f" | val {record['val_loss']:.4f}"
-        val += f" | pretraining data {record['pretraining_loss']:.4f}" if "pretraining_loss" in record else ""
+        val += (
+            f" | pretraining data {record['pretraining_loss']:.4f}"
+            if "pretraining_loss" in record
+            else ""
+        )
         mfu = "" if record["mfu"] is None else f" | mfu {record['mfu']:.1%}"
         memory = "" if record["mem_gb"] is None else f" | {record['mem_gb']:.1f} GB"
         bad = f" | not finite, skipped: {bad_steps} in a row" if bad_steps else ""
@@ -517,11 +640,22 @@ if main:
     if os.path.exists(log_path):
         cut_log()
     echo(settings)
-    print("parameters: " + ", ".join(f"{count:,} {group}" for group, count in header["params"].items()))
-    for split, rows in (("train", train_windows), ("val", val_windows)) if sft_data is not None else ():
-        print(f"{split}: {rows.kept} conversations in {len(rows)} rows, {rows.cut} of them cut; {rows.dropped} too long")
-    print(f"{name_of_device}, {dtype}, compile={compile}; {max_iters} steps of {flops_per_step:.3g} FLOPs and")
-    print(f"{tokens_per_step} tokens = {world} ranks x {micro_steps} micro-steps x {sequences} x {config.block_size}")
+    print(
+        "parameters: "
+        + ", ".join(f"{count:,} {group}" for group, count in header["params"].items())
+    )
+    for split, rows in (
+        (("train", train_windows), ("val", val_windows)) if sft_data is not None else ()
+    ):
+        print(
+            f"{split}: {rows.kept} conversations in {len(rows)} rows, {rows.cut} of them cut; {rows.dropped} too long"
+        )
+    print(
+        f"{name_of_device}, {dtype}, compile={compile}; {max_iters} steps of {flops_per_step:.3g} FLOPs and"
+    )
+    print(
+        f"{tokens_per_step} tokens = {world} ranks x {micro_steps} micro-steps x {sequences} x {config.block_size}"
+    )
     if wandb_log:
         import wandb
 
@@ -544,7 +678,9 @@ while not finished() and not stopped:
     good = math.isfinite(loss) and math.isfinite(norm)
     bad_steps = 0 if good else bad_steps + 1
     for opt in optimizers:
-        if good:  # an update cannot be taken back, so it waits until its gradient is known to be finite
+        if (
+            good
+        ):  # an update cannot be taken back, so it waits until its gradient is known to be finite
             opt.step()
         opt.zero_grad(set_to_none=True)
     step, flops = step + 1, flops + flops_per_step
@@ -559,11 +695,19 @@ while not finished() and not stopped:
     if due(eval_interval) or (eval_interval and finished()):
         record |= validate()
         record |= {"load": load.tolist()} if experts else {}
-        record |= {"ran": [router.k / router.T for router in routers]} if routers else {}  # share that each lets run
+        record |= (
+            {"ran": [router.k / router.T for router in routers]} if routers else {}
+        )  # share that each lets run
     if stopped or finished() or bad_steps or record["val_loss"] is not None or due(log_interval):
         record["tok_s"] = (step - since) * tokens_per_step / busy
-        record["mfu"] = record["tok_s"] / tokens_per_step * flops_per_step / (peak * world) if peak else None
-        record |= {"grad_norms": {n: float(norm) for n, norm in grad_norms.items()}} if log_grad_norms else {}
+        record["mfu"] = (
+            record["tok_s"] / tokens_per_step * flops_per_step / (peak * world) if peak else None
+        )
+        record |= (
+            {"grad_norms": {n: float(norm) for n, norm in grad_norms.items()}}
+            if log_grad_norms
+            else {}
+        )
         show(record, eta=busy / (step - since) * (max_iters - step))
         log(record)
         since, busy = step, 0.0
@@ -577,7 +721,9 @@ while not finished() and not stopped:
             save("best")
     if due(keep_interval) and not bad_steps:
         save("kept")
-    if (save_now or due(save_interval) or stopped or finished()) and not bad_steps:  # else the last good one stays
+    if (
+        save_now or due(save_interval) or stopped or finished()
+    ) and not bad_steps:  # else the last good one stays
         save("newest")
 
 if main and stopped:

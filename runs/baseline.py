@@ -11,6 +11,12 @@ losses = sweep(
     {"prenorm": []},
     learning_rates=[1e-3, 3e-3],
     seeds=[1],
-    common=["config/byte_6x384.py", "--residual=prenorm", "--log_interval=25", "--save_interval=50", "--device=cpu"],
+    common=[
+        "config/byte_6x384.py",
+        "--residual=prenorm",
+        "--log_interval=25",
+        "--save_interval=50",
+        "--device=cpu",
+    ],
 )
 table(losses)

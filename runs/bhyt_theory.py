@@ -33,9 +33,16 @@ def fit(predicted, measured):
     """How well one vector predicts another."""
     error = (predicted - measured).square().mean()
     ranks = [x.argsort().argsort().double() for x in (predicted, measured)]
-    pearson, spearman = (torch.corrcoef(torch.stack([*pair]))[0, 1] for pair in ((predicted, measured), ranks))
+    pearson, spearman = (
+        torch.corrcoef(torch.stack([*pair]))[0, 1] for pair in ((predicted, measured), ranks)
+    )
     r2 = 1 - error / measured.var(correction=0)
-    return {"RMSE": float(error.sqrt()), "R2": float(r2), "Pearson": float(pearson), "Spearman": float(spearman)}
+    return {
+        "RMSE": float(error.sqrt()),
+        "R2": float(r2),
+        "Pearson": float(pearson),
+        "Spearman": float(spearman),
+    }
 
 
 def added_variance(block, T, gain_aware):
@@ -52,7 +59,9 @@ def bounded(residual):
 
 def norm_variance(norm):
     """The variance of a norm's output before its gain; of a bounded tanh, the upper bound."""
-    return (norm.lam / norm.kappa) ** 2 if isinstance(norm, BoundedTanh) else norm.gain.square().mean()
+    return (
+        (norm.lam / norm.kappa) ** 2 if isinstance(norm, BoundedTanh) else norm.gain.square().mean()
+    )
 
 
 @torch.no_grad()
@@ -62,7 +71,9 @@ def mlp_variance(mlp, gain, spread):
     Hidden units count as uncorrelated. They are not, and least so with relu: some percent. The expectation over a
     normal is Gauss-Hermite quadrature.
     """
-    nodes, weights = (torch.tensor(v, dtype=torch.float32) for v in np.polynomial.hermite_e.hermegauss(32))
+    nodes, weights = (
+        torch.tensor(v, dtype=torch.float32) for v in np.polynomial.hermite_e.hermegauss(32)
+    )
 
     def std(linear):
         return (spread * (linear.weight * gain).square().sum(1)).sqrt().cpu()  # of each hidden unit
@@ -86,7 +97,10 @@ def recursion(model, start, rho):
         v = start
         for b, block in enumerate(model.blocks):
             first, second = block.attn_residual.norm, block.mlp_residual.norm
-            shares = [1.0 if bound == "most" else float(torch.tanh(n.lam) / n.lam) ** 2 for n in (first, second)]
+            shares = [
+                1.0 if bound == "most" else float(torch.tanh(n.lam) / n.lam) ** 2
+                for n in (first, second)
+            ]
             added = float(added_variance(block, model.config.block_size, gain_aware=True))
             v = grow(v, added * shares[0], rho[2 * b])
             values.append(v)
@@ -98,7 +112,11 @@ def recursion(model, start, rho):
 @torch.no_grad()
 def measure(model, batches):
     """The variance before each MLP, measured and predicted; for BHyT also what its norms put out, and the theory."""
-    parts, of_norms, n = [], torch.zeros(3, 2 * model.config.n_layer), sum(len(x) for x, _ in batches)
+    parts, of_norms, n = (
+        [],
+        torch.zeros(3, 2 * model.config.n_layer),
+        sum(len(x) for x, _ in batches),
+    )
     for x, _ in batches:
         squares = []
         for i, (sublayer, residual, _, before, after) in enumerate(walk(model, x)):
@@ -107,7 +125,9 @@ def measure(model, batches):
                 squares.append(torch.stack([v[..., 0], after.x.square().mean(-1)]))
             if bounded(residual):
                 norm = residual.norm
-                known = v if before.lane is None else before.lane  # predicted, before the MLP of bhyt
+                known = (
+                    v if before.lane is None else before.lane
+                )  # predicted, before the MLP of bhyt
                 z = before.x * torch.rsqrt(known + norm.eps)
                 out = torch.tanh(norm.lam / norm.kappa * z)
                 rho = F.cosine_similarity(before.x, after.x - before.x, dim=-1).mean()
@@ -122,10 +142,16 @@ def measure(model, batches):
     report = {"measured": after.mean((1, 2)).tolist(), "predicted": predicted.mean((1, 2)).tolist()}
     report |= {key: [f[key] for f in fits] for key in fits[0]}
     if bounded(model.blocks[0].attn_residual):
-        norms = [norm for block in model.blocks for norm in (block.attn_residual.norm, block.mlp_residual.norm)]
+        norms = [
+            norm
+            for block in model.blocks
+            for norm in (block.attn_residual.norm, block.mlp_residual.norm)
+        ]
         report["saturated"], report["output"], report["rho"] = (of_norms / n).tolist()
         report["output, at most"] = [float(norm.lam / norm.kappa) ** 2 for norm in norms]
-        report["output, at least"] = [float(torch.tanh(norm.lam) / norm.kappa) ** 2 for norm in norms]
+        report["output, at least"] = [
+            float(torch.tanh(norm.lam) / norm.kappa) ** 2 for norm in norms
+        ]
         if not model.config.moe_experts:
             report["recursion"] = recursion(model, float(before[0].mean()), report["rho"])
     return report
@@ -147,8 +173,12 @@ def draw(report, name):
         return
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for first, kind, mark in ((0, "attention", "o"), (1, "MLP", "s")):
-        measured, least, most = (report[k][first::2] for k in ("output", "output, at least", "output, at most"))
-        axes.fill_between(range(len(least)), least, most, color=("0.85", "0.7")[first], label=f"{kind}: bounds")
+        measured, least, most = (
+            report[k][first::2] for k in ("output", "output, at least", "output, at most")
+        )
+        axes.fill_between(
+            range(len(least)), least, most, color=("0.85", "0.7")[first], label=f"{kind}: bounds"
+        )
         axes.plot(measured, mark + "-", label=f"{kind}: measured")
     axes.set(xlabel="block", ylabel="variance of the tanh's output", yscale="log", title=name)
     axes.legend(frameon=False)
@@ -160,7 +190,9 @@ def main():
     state, model = load_model(out_dir)
     name = model.config.residual
     if name not in RESIDUALS:
-        raise SystemExit(f"residual={name!r} predicts no variance: give a run of {', '.join(RESIDUALS)}")
+        raise SystemExit(
+            f"residual={name!r} predicts no variance: give a run of {', '.join(RESIDUALS)}"
+        )
     windows = Windows(data_dir or state["settings"]["data_dir"], "val", model.config.block_size)
     batches = [(x, y) for x, y in eval_batches(windows, spread(windows, tokens), 1, "cpu")]
     report = measure(model, batches)

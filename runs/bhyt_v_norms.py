@@ -40,12 +40,16 @@ losses = jobs[sys.argv[1]]()
 table(losses)
 if sys.argv[1] == "table":
     best = {mode: min(by_lr, key=lambda lr: by_lr[lr][0]) for mode, by_lr in losses.items()}
-    runs = {mode: sorted((ROOT / "results/bhyt").glob(f"{mode}-{lr:g}-*")) for mode, lr in best.items()}
+    runs = {
+        mode: sorted((ROOT / "results/bhyt").glob(f"{mode}-{lr:g}-*")) for mode, lr in best.items()
+    }
     goal = max(map(final_loss, runs["prenorm"]))
     print(f"| mode | steps to {goal:.3f} | variance, last block over first |\n|---|---|---|")
     for mode, seeds in runs.items():
         steps = [step for run in seeds if (step := reached(run, goal, "step"))]
-        missed = f", not in {len(seeds) - len(steps)} of {len(seeds)}" if len(steps) < len(seeds) else ""
+        missed = (
+            f", not in {len(seeds) - len(steps)} of {len(seeds)}" if len(steps) < len(seeds) else ""
+        )
         needed = f"{statistics.mean(steps):.0f}{missed}" if steps else "not reached"
         variances = [json.load(open(run / "eval.json"))["depth"]["variance"] for run in seeds]
         print(f"| {mode} | {needed} | {statistics.mean(v[-1] / v[1] for v in variances):.1f} |")

@@ -21,9 +21,9 @@ from torch import nn
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure  # noqa: E402
+from data import Windows  # noqa: E402
 from model import ACTIVATIONS, GPT, INITS, GPTConfig  # noqa: E402
 from norms import NORMS, pick  # noqa: E402
-from data import Windows  # noqa: E402
 
 what = "cases"  # cases, walk or transformer
 cases = "A,B,C,deep"  # cases: which of CASES
@@ -54,10 +54,19 @@ class Stack(nn.Module):
         super().__init__()
         self.act, gated, gain = pick(ACTIVATIONS, activation, "activation")
         if gated:
-            raise SystemExit(f"activation={activation!r} gates a second projection, which these layers have not")
-        self.embed, self.inward, self.head = nn.Embedding(257, 32), nn.Linear(256, width), nn.Linear(width, 257)
+            raise SystemExit(
+                f"activation={activation!r} gates a second projection, which these layers have not"
+            )
+        self.embed, self.inward, self.head = (
+            nn.Embedding(257, 32),
+            nn.Linear(256, width),
+            nn.Linear(width, 257),
+        )
         self.linears = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(n_layer))
-        self.norms, self.skip = nn.ModuleList(pick(NORMS, norm, "norm")(width, 1e-6) for _ in range(n_layer + 1)), skip
+        self.norms, self.skip = (
+            nn.ModuleList(pick(NORMS, norm, "norm")(width, 1e-6) for _ in range(n_layer + 1)),
+            skip,
+        )
         for linear in self.linears:
             pick(INITS, init, "init")(linear.weight, init_scale, gain)
         for module in self.norms if norm != "none" else ():
@@ -78,7 +87,9 @@ def batches(context, size):
     """Endless (inputs, next bytes) from places drawn at random"""
     tokens, rng = Windows(data_dir, "train", context).shards[0], np.random.default_rng(seed)
     while True:
-        rows = tokens[rng.integers(0, len(tokens) - context, size)[:, None] + np.arange(context + 1)]
+        rows = tokens[
+            rng.integers(0, len(tokens) - context, size)[:, None] + np.arange(context + 1)
+        ]
         rows = torch.from_numpy(rows.astype(np.int64))
         yield rows[:, :-1], rows[:, 1:]
 
@@ -102,7 +113,11 @@ def verdict(losses):
     tenths = [np.mean(part) for part in np.array_split(losses, 10)]
     if tenths[5] - tenths[9] < 0.1:
         return "plateau"
-    return "smooth" if max(after - before for before, after in zip(tenths, tenths[1:])) < 0.1 else "spiky"
+    return (
+        "smooth"
+        if max(after - before for before, after in zip(tenths, tenths[1:])) < 0.1
+        else "spiky"
+    )
 
 
 def run_cases():
@@ -111,9 +126,13 @@ def run_cases():
         how, rate, expected = pick(CASES, name, "cases")
         torch.manual_seed(seed)
         model = Stack(*how)
-        losses, last = train(model, lambda x, y: F.cross_entropy(model(x), y[:, -1]), batches(8, batch_size), rate)
+        losses, last = train(
+            model, lambda x, y: F.cross_entropy(model(x), y[:, -1]), batches(8, batch_size), rate
+        )
         save(name, losses, {"last": last, "verdict": verdict(losses), "expected": expected})
-        print(f"| {name} | {losses[0]:.3f} | {last:.3f} | {len(losses)} | {verdict(losses)} | {expected} |")
+        print(
+            f"| {name} | {losses[0]:.3f} | {last:.3f} | {len(losses)} | {verdict(losses)} | {expected} |"
+        )
 
 
 def walk():
@@ -123,13 +142,22 @@ def walk():
     x, y = next(batches(8, batch_size))
     F.cross_entropy(model(x, seen), y[:, -1]).backward()
     print("| layer | variance | of its gradient |\n|---|---|---|")
-    print("\n".join(f"| {i} | {x.var().item():.3g} | {x.grad.var().item():.3g} |" for i, x in enumerate(seen)))
+    print(
+        "\n".join(
+            f"| {i} | {x.var().item():.3g} | {x.grad.var().item():.3g} |"
+            for i, x in enumerate(seen)
+        )
+    )
 
 
 def transformer():
     """One block of a byte-level transformer; the gradient norm of each parameter in its last step"""
     bare = lambda stream, f, gate=1.0: stream._replace(x=f)
-    for name, residual, write in (("skip", "prenorm", None), ("no_skip", "prenorm", bare), ("none", "none", None)):
+    for name, residual, write in (
+        ("skip", "prenorm", None),
+        ("no_skip", "prenorm", bare),
+        ("none", "none", None),
+    ):
         torch.manual_seed(seed)
         model = GPT(GPTConfig(n_layer=1, n_head=4, n_embd=128, block_size=64, residual=residual))
         for layer in (model.blocks[0].attn_residual, model.blocks[0].mlp_residual) if write else ():
@@ -142,7 +170,11 @@ def transformer():
 
 def save(name, losses, report):
     os.makedirs(out, exist_ok=True)
-    records = ({"settings": settings}, *({"step": i, "loss": x} for i, x in enumerate(losses)), report)
+    records = (
+        {"settings": settings},
+        *({"step": i, "loss": x} for i, x in enumerate(losses)),
+        report,
+    )
     with open(os.path.join(out, f"{name}.jsonl"), "w") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 

@@ -43,21 +43,29 @@ SETTINGS = {
 }
 PRENORM = "--residual=prenorm"
 for times in (1, 3):
-    SETTINGS[f"prenorm_learned_{times}x"] = skipping(0.4, "learned", PRENORM, f"--gate_lr={times * 4e-3}")
+    SETTINGS[f"prenorm_learned_{times}x"] = skipping(
+        0.4, "learned", PRENORM, f"--gate_lr={times * 4e-3}"
+    )
 for change in ("budget=layer", "blocks=inner"):
     SETTINGS[f"nag_{change}"] = [*ROUTERS["nag"], f"--mod_{change}", *gates(4, 3)]
     SETTINGS[f"learned_{change}"] = skipping(0.4, "learned", f"--mod_{change}", *gates(4, 3))
-    SETTINGS[f"prenorm_learned_{change}"] = skipping(0.4, "learned", PRENORM, f"--mod_{change}", "--gate_lr=1.2e-2")
+    SETTINGS[f"prenorm_learned_{change}"] = skipping(
+        0.4, "learned", PRENORM, f"--mod_{change}", "--gate_lr=1.2e-2"
+    )
 
 
 def tuned(router, rate=None):
     """The arguments of a router that came out best of the settings, at another rate"""
     tried = {name: final_loss(ROOT / f"results/mod_settings/{name}-0.004-1") for name in SETTINGS}
     tried = {  # with the ends out of it, less is skipped
-        name: loss for name, loss in tried.items() if name.startswith(router + "_") and "blocks" not in name
+        name: loss
+        for name, loss in tried.items()
+        if name.startswith(router + "_") and "blocks" not in name
     }
     if None in tried.values():
-        raise SystemExit(f"the settings of {router} are not all tried: python runs/mod_v_dense.py settings")
+        raise SystemExit(
+            f"the settings of {router} are not all tried: python runs/mod_v_dense.py settings"
+        )
     return SETTINGS[min(tried, key=tried.get)] + ([] if rate is None else [f"--mod_rate={rate}"])
 
 
@@ -65,19 +73,26 @@ def compared():
     variants = {"dense": tuned("dense"), "prenorm_dense": [PRENORM]}
     for rate in (0.2, 0.4):
         variants |= {
-            f"{router}_{rate}": tuned(router, rate) for router in (*ROUTERS, "prenorm_learned") if router != "dense"
+            f"{router}_{rate}": tuned(router, rate)
+            for router in (*ROUTERS, "prenorm_learned")
+            if router != "dense"
         }
         variants[f"random_{rate}"] = [*skipping(rate, "random"), *tuned("dense")]
     for on in ("attention", "mlp"):
         variants |= {
-            f"{router}_{on}_0.4": [*tuned(router), f"--mod_on={on}"] for router in ROUTERS if router != "dense"
+            f"{router}_{on}_0.4": [*tuned(router), f"--mod_on={on}"]
+            for router in ROUTERS
+            if router != "dense"
         }
     return variants
 
 
 def skipped(name, variant):
     """What validation tokens really skip, the mean over the runs"""
-    reports = (json.load(open(file))["mod"] for file in (ROOT / f"results/{name}").glob(f"{variant}-0.004-*/eval.json"))
+    reports = (
+        json.load(open(file))["mod"]
+        for file in (ROOT / f"results/{name}").glob(f"{variant}-0.004-*/eval.json")
+    )
     return statistics.mean(report["rate"] for report in reports)
 
 
@@ -97,7 +112,9 @@ def routers():
     print("| variant | skipped | training FLOPs |\n|---|---|---|")
     for variant in variants:
         share = f"{skipped('mod_table', variant):.3f}" if look(variant) else "0"
-        print(f"| {variant} | {share} | {spent('mod_table', variant) / spent('mod_table', 'dense'):.3f} |")
+        print(
+            f"| {variant} | {share} | {spent('mod_table', variant) / spent('mod_table', 'dense'):.3f} |"
+        )
 
 
 def isoflop():

@@ -33,7 +33,10 @@ PIECES = {  # in the order of the ladder, then NAG with one piece changed
 
 def depth():
     for blocks, rates in ((8, [2e-3, 4e-3]), (16, [2e-3, 4e-3]), (32, [1e-3, 2e-3, 4e-3])):
-        modes = {f"{mode}_{blocks}": [f"--n_layer={blocks}", "--max_iters=500", f"--residual={mode}"] for mode in ("prenorm", "nag")}
+        modes = {
+            f"{mode}_{blocks}": [f"--n_layer={blocks}", "--max_iters=500", f"--residual={mode}"]
+            for mode in ("prenorm", "nag")
+        }
         table(sweep("nag_depth", modes, rates, [1, 2, 3], COMMON, LOOK))
 
 
@@ -46,7 +49,11 @@ def tolerance():
     rates = [1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3]  # up to 4 and more times the best
     for optimizer, higher in (("adamw", []), ("muon", [64e-3])):
         modes = {
-            f"{mode}_{optimizer}": ["--max_iters=250", f"--optimizer={optimizer}", f"--residual={mode}"]
+            f"{mode}_{optimizer}": [
+                "--max_iters=250",
+                f"--optimizer={optimizer}",
+                f"--residual={mode}",
+            ]
             for mode in ("prenorm", "nag")
         }
         table(sweep("nag_tolerance", modes, rates + higher, [1], COMMON))

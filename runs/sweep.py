@@ -19,7 +19,9 @@ ROOT = Path(__file__).parent.parent
 def final_loss(run):
     """Validation loss at the end of a run; infinity if it diverged; None if it is not finished"""
     log = run / "log.jsonl"
-    records = [json.loads(line) for line in log.open() if line.endswith("\n")] if log.exists() else []
+    records = (
+        [json.loads(line) for line in log.open() if line.endswith("\n")] if log.exists() else []
+    )
     if not records or "step" not in records[-1]:
         return None
     header, last = next(r["run"] for r in records if "run" in r), records[-1]
@@ -39,7 +41,9 @@ def refuse_mixed_data(runs):
         data.setdefault(str(header.get("data")), run)
     if len(data) > 1:
         names = " and ".join(run.name for run in data.values())
-        raise SystemExit(f"{names} were trained on different data: move the old runs away to do them again")
+        raise SystemExit(
+            f"{names} were trained on different data: move the old runs away to do them again"
+        )
 
 
 def train(run, args, then):
@@ -78,7 +82,10 @@ def sweep(name, variants, learning_rates, seeds, common=(), then=()):
         list(pool.map(job, more))
     refuse_mixed_data([run(*at) for at in grid + more])
     return {
-        v: {lr: [x for s in seeds if (x := final_loss(run(v, lr, s))) is not None] for lr in learning_rates}
+        v: {
+            lr: [x for s in seeds if (x := final_loss(run(v, lr, s))) is not None]
+            for lr in learning_rates
+        }
         for v in variants
     }
 
