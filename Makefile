@@ -1,7 +1,9 @@
-# make train: from nothing to a trained model, a figure of its loss and a sample. make test, make slow: the tests.
+# make train: from nothing to a trained model, a figure of its loss and a sample.
+# make test, make slow: the tests, fast and slow ones. make lint: style.
 PYTHON ?= python3
 ARGS ?=
 RUN = .venv/bin/python
+DEVELOPMENT = pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.17.6 lm-eval==0.4.13
 
 train: .venv/ready
 	$(RUN) prepare_c4.py
@@ -10,10 +12,14 @@ train: .venv/ready
 	$(RUN) eval.py --out_dir=out/default --what=sample
 
 test: .venv/ready-to-test
-	$(RUN) -m pytest -q -n auto -m "not slow"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto -m "not slow" test_all.py test_c4.py
 
 slow: .venv/ready-to-test
-	$(RUN) -m pytest -q -n auto -m slow
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto -m slow test_all.py test_c4.py
+
+lint: .venv/ready-to-test
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -21,7 +27,7 @@ slow: .venv/ready-to-test
 	touch $@
 
 .venv/ready-to-test: .venv/ready
-	.venv/bin/pip install --quiet lm-eval==0.4.13
+	.venv/bin/pip install --quiet $(DEVELOPMENT)
 	touch $@
 
-.PHONY: train test slow
+.PHONY: train test slow lint

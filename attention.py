@@ -1,9 +1,16 @@
 """
-Causal attention: rotary positions (Su et al. 2021, arXiv 2104.09864), keys and values shared by groups of query heads
-(Ainslie et al. 2023, arXiv 2305.13245). Queries may be those of some tokens only (Mixture of Depths), keys those of a
-cache that is filled in place (generate.py), and documents packed into one row do not see each other (fine-tuning).
+Causal attention with rotary positions (Su et al. 2021, arXiv 2104.09864) and grouped queries, where
+several query heads share one key and value head (Ainslie et al. 2023, arXiv 2305.13245).
 
-Names of tensors in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, D = C / H, L length of the cache.
+    position t rotates the pair (x_i, x_{i+D/2}) of q and k by the angle t rope_base^(-2i/D)    (1)
+    y = softmax(q k^T / sqrt(D)) v, over the keys that the mask allows                          (2)
+
+Mixture of Depths computes some of the queries only (mod.py). Decoding reads keys and values from a
+cache (generate.py). Fine-tuning packs several documents into a row and masks between them.
+
+Differs from the papers: (1) pairs feature i with i + D/2, where Su et al. pair neighbours.
+
+Sizes in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, D = C / H, L cache length.
 """
 
 import math
@@ -17,7 +24,7 @@ from norms import RMSNorm
 
 
 def rotary_table(config, device):
-    """cos and sin of position times frequency, (block_size, D/2) each, in float32"""
+    """cos and sin of the angles of Eq. 1, (block_size, D/2) each, in float32."""
     half = config.n_embd // config.n_head // 2
     freq = config.rope_base ** (-torch.arange(half, device=device).float() / half)
     angle = torch.arange(config.block_size, device=device).float()[:, None] * freq
@@ -25,24 +32,23 @@ def rotary_table(config, device):
 
 
 def rotary(x, rope):
-    """Rotate each pair (x_i, x_{i+D/2}) by its angle."""
-    cos, sin = rope  # (T, D/2)
+    """Eq. 1 for x (B, heads, T, D), with rope = (cos, sin) of shape (T, D/2)."""
+    cos, sin = rope
     a, b = norms.upcast(x).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def select(x, index):
     """y[b, i] = x[b, index[b, i]], or 0 where the index is -1. x (B, T, ...), index (B, k)."""
-    if x.size(1) == 0:  # no token runs
-        return x.new_zeros(*index.shape, *x.shape[2:])
-    wide = index.view(*index.shape, *[1] * (x.dim() - 2))
-    return x.gather(1, wide.clamp(min=0).expand(*index.shape, *x.shape[2:])).masked_fill(
-        wide < 0, 0
-    )
+    shape = (*index.shape, *x.shape[2:])
+    if x.size(1) == 0:  # gather rejects indices into an empty dimension
+        return x.new_zeros(shape)
+    index = index.view(*index.shape, *[1] * (x.dim() - 2))  # (B, k, 1, ...)
+    return x.gather(1, index.clamp(min=0).expand(shape)).masked_fill(index < 0, 0)
 
 
 class GatherRows(torch.autograd.Function):
-    """select, whose backward is a gather too: parallel, and deterministic on a GPU."""
+    """select, with a gather as its backward too: parallel, and deterministic on a GPU."""
 
     @staticmethod
     def forward(ctx, x, index, inverse):
@@ -57,8 +63,9 @@ class GatherRows(torch.autograd.Function):
 def gather_rows(x, rows):
     """Gather tokens: x (B, T, ...) -> (B, k, ...).
 
-    rows: (index (B, k) of the tokens to take, inverse (B, T): the place of each token among them, or -1).
-    With the two swapped it scatters them back to (B, T, ...), with zeros for the others.
+    rows is (index, inverse). index (B, k) lists the tokens to take. inverse (B, T) is the place of
+    each token in that list, or -1. With the two swapped, the same call scatters k tokens back to
+    (B, T, ...) and fills the other places with zeros.
     """
     return GatherRows.apply(x, *rows)
 
@@ -67,55 +74,51 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         C, D, bias = config.n_embd, config.n_embd // config.n_head, config.bias
-        self.n_head, self.n_kv_head, self.dropout = (
-            config.n_head,
-            config.n_kv_head or config.n_head,
-            config.dropout,
-        )
+        self.n_head = config.n_head
+        self.n_kv_head = config.n_kv_head or config.n_head
+        self.dropout = config.dropout
         self.wq = nn.Linear(C, self.n_head * D, bias)
         self.wk = nn.Linear(C, self.n_kv_head * D, bias)
         self.wv = nn.Linear(C, self.n_kv_head * D, bias)
         self.wo = nn.Linear(self.n_head * D, C, bias)
-        self.q_norm, self.k_norm = (
-            RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"
-        )
+        self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def query(self, h, rope):
         return rotary(self.q_norm(self.heads(self.wq(h))), rope)  # (B, H, T, D)
 
     def key_value(self, h, rope):
-        return rotary(self.k_norm(self.heads(self.wk(h))), rope), self.heads(
-            self.wv(h)
-        )  # (B, G, T, D) each
+        k = rotary(self.k_norm(self.heads(self.wk(h))), rope)
+        return k, self.heads(self.wv(h))  # (B, G, T, D) each
 
     def heads(self, x):
         return x.unflatten(-1, (-1, self.wq.out_features // self.n_head)).transpose(1, 2)
 
     def forward(self, h, rope, docs=None, cache=None, rows=None):
-        """docs (B, T): a token attends only to tokens with its number. rows: the queries to compute, see gather_rows."""
+        """h (B, T, C) -> (B, T, C), or (B, k, C) for the k queries that rows names (gather_rows).
+
+        docs (B, T) numbers the documents of a row; a token attends only within its document.
+        cache is (keys, values, positions): (B, G, L, D) twice, and the T positions to fill.
+        """
         k, v = self.key_value(h, rope)
         at = torch.arange(h.size(1), device=h.device)  # positions of the queries among the keys
         if cache is not None:
-            past_k, past_v, at = (
-                cache  # (B, G, L, D) twice, and the T positions that are being filled
-            )
-            k, v = (
-                past_k.index_copy_(2, at, k.to(past_k.dtype)),
-                past_v.index_copy_(2, at, v.to(past_v.dtype)),
-            )
-        query_docs, mask = docs, None
+            past_k, past_v, at = cache
+            k = past_k.index_copy_(2, at, k.to(past_k.dtype))
+            v = past_v.index_copy_(2, at, v.to(past_v.dtype))
+        query_docs = docs
         if rows is not None:
-            h, at, rope = (
-                gather_rows(h, rows),
-                at[rows[0]],
-                tuple(table[rows[0]][:, None] for table in rope),
-            )
+            h = gather_rows(h, rows)
+            at = at[rows[0]]
+            rope = tuple(table[rows[0]][:, None] for table in rope)
             query_docs = None if docs is None else gather_rows(docs, rows)
+        mask = None
         if not (cache is None and rows is None and docs is None):
             mask = torch.arange(k.size(2), device=k.device) <= at[..., None]  # (T, L) or (B, k, L)
             mask = mask if docs is None else mask & (query_docs[:, :, None] == docs[:, None, :])
             mask = mask if mask.dim() == 2 else mask[:, None]
-        q, dropout = self.query(h, rope).to(k.dtype), self.dropout * self.training
+        q = self.query(h, rope).to(k.dtype)
+        dropout = self.dropout * self.training
         if torch.compiler.is_compiling() and q.device.type == "cpu" and not dropout:
             y = cpu_attention(q, k, v, mask, 128 if cache is None else k.size(2))
         else:
@@ -123,20 +126,21 @@ class Attention(nn.Module):
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
                 enable_gqa=self.n_kv_head != self.n_head,
             )  # fmt: skip
-        return self.wo(y.transpose(1, 2).flatten(2))  # (B, T, C)
+        return self.wo(y.transpose(1, 2).flatten(2))
 
 
 def cpu_attention(q, k, v, mask, chunk):
-    """scaled_dot_product_attention, causal or with a mask that is, for the compiler to make kernels of, in half the
-    time of the library's on a CPU: a chunk of queries after the other, so that most of what is hidden is not computed.
-    The n queries are those of n of the T tokens, in order, so that the first j of them see at most T - n + j keys.
-    Products of whole tiles are faster by more than what they compute in vain: hence the rounding to 16 and 32."""
+    """Eq. 2 in plain operations that the compiler can fuse: half the time of the library on a CPU.
+
+    q (B, H, n, D), k and v (B, G, T, D) -> (B, H, n, D). A mask of None means causal. Queries run
+    in chunks, and a chunk skips the keys after its last query. The n queries belong to n of the T
+    tokens, in order, so the first j of them see at most T - n + j keys. All bounds are rounded,
+    because whole tiles save more time than the extra scores cost.
+    """
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     n, T, out = q.size(2), k.size(2), []
-    chunks, at = (
-        -(-T // chunk),
-        torch.arange(T, device=q.device),
-    )  # as many whatever n is, for n moves and T does not
+    at = torch.arange(T, device=q.device)
+    chunks = -(-T // chunk)  # from T alone: n changes during training, and this count must not
     cuts = [i * n // chunks // 16 * 16 for i in range(chunks)] + [n]
     for start, end in zip(cuts, cuts[1:]):
         keys = torch.sym_min(T, -(-(T - n + end) // 32) * 32)

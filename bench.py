@@ -1,30 +1,34 @@
 """
-The stopwatch: candidates side by side in one process, in changing order, as medians, quartiles and ratios to the first.
+Measure speed and memory. Candidates run side by side in one process.
 
-    python bench.py --quick=True               four parts, small: about two minutes, nearly all of it of compiling
-    python bench.py --what=train --modes=prenorm,nag,bhyt --n_layer=12 --n_head=8 --n_embd=512 --block_size=512
-    python bench.py --what=forward,residual --modes=prenorm,prenorm,nag      a mode against itself shows the noise
+    python bench.py --quick=True    four small parts: about two minutes, most of it compilation
+    python bench.py --what=train --modes=prenorm,nag,bhyt --n_layer=12 --n_head=8 --n_embd=512
+    python bench.py --what=forward,residual --modes=prenorm,prenorm,nag    prenorm twice: the noise
 
-    forward    one block of each mode, the forward alone, weights and stream in dtype
-    residual   what two sublayers do besides attention and MLP: read and write, forward and backward; what the compiler
-               makes of it, in kernels (loops on a CPU) and bytes that they move
-    train      a training step of each mode
-    cold       the first training step, in a process of its own with nothing compiled before
-    recipe     a training step as train.py does it by default, and what each part of that brings against plain float32
-    memory     what a training step keeps for the backward, and the peak, with all that spends less of it
-    generate   reading a prompt and a token without a cache, as eval.py does, eagerly; decoding with a cache, as one
-               graph, against the time to read as many bytes as there are weights, once a token
-    mod        a forward and a training step by the share of tokens that skip, beside the FLOPs that are executed
-    data       prepare_c4.py's processes against the bare tokenizer, and reading a batch
+    forward     forward of one block, weights and stream in dtype
+    residual    read and write of two sublayers without attention and MLP, forward and backward,
+                with the kernels (loops on a CPU) that the compiler makes and the bytes they move
+    train       a training step
+    cold        the first training step in a new process, with nothing compiled before
+    recipe      a training step of train.py's default recipe, added to plain float32 part by part
+    memory      bytes that a training step keeps for the backward pass, and the peak
+    generate    reading the prompt, and a token without a cache, both eager; decoding with a cache
+                as one graph, compared with the time to read all weights once per token
+    mod         forward and training step by the share of tokens that skip, with executed FLOPs
+    data        tokenisation by prepare_c4.py compared with the bare tokenizer; reading a batch
+
+Times are medians and quartiles over rounds. Ratios are to the first candidate.
 """
 
 import logging
+import math
 import os
 import random
 import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from multiprocessing import get_context
@@ -37,35 +41,35 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from configurator import configure
 from data import Loader, Windows, get_tokenizer, write_json
 from generate import FOLDS, KVCache, compiled_step, next_token
-from machine import commit, device_name, pick_device, prepare_process
+from machine import autocast, commit, device_name, pick_device, prepare_process
 from mod import routers
 from model import GPT, GPTConfig, settings_of_others
 from norms import Stream, pick
 from prepare_c4 import batches, in_order, list_files, start_worker
 
 what = "forward,residual,train,memory,generate,mod"  # parts, separated by commas
-modes = "prenorm,nag,bhyt"  # residual modes to compare with the first, separated by commas
-batch_size = 8  # sequences
+modes = "prenorm,nag,bhyt"  # residual modes, separated by commas; ratios are to the first
+batch_size = 8  # sequences per batch
 rates = "0,0.2,0.4,0.6"  # mod: shares of tokens that skip
 prompt_tokens = 512  # generate: length of the prompt
-new_tokens = "128,512"  # generate: tokens decoded behind it
-batches_of = "1,32"  # generate: sequences at once
-data_dir = "data/python"  # data: shards to read batches from
-tokenizer = "bytes"  # data: the tokenizer to measure, as in prepare_c4.py
-megabytes = 10  # data: about so much text
-rounds = 7  # timed rounds, after two that are not
-quick = False  # four parts, a small shape, few rounds: does it run, and about how fast?
-dtype = "bfloat16"  # autocast, and the stream of the part residual: bfloat16 or float32
+new_tokens = "128,512"  # generate: numbers of new tokens
+batches_of = "1,32"  # generate: numbers of sequences decoded at once
+data_dir = "data/python"  # data: folder with the shards to read
+tokenizer = "bytes"  # data: tokenizer, as in prepare_c4.py
+megabytes = 10  # data: text to tokenise, approximately
+rounds = 7  # timed rounds, after 2 warm-up rounds
+quick = False  # run four parts at a small size with few rounds
+dtype = "bfloat16"  # bfloat16 or float32: autocast, and tensors of forward, residual and generate
 device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
-out = "bench.json"  # where the figures go
+out = "bench.json"  # file for the results
 
 
-def sync():
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
+# ------------------------------------------------------------------------------------------------
+# Timing
 
 
 def seconds(run):
+    sync = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     sync()
     began = time.perf_counter()
     run()
@@ -74,7 +78,7 @@ def seconds(run):
 
 
 def replayed(run):
-    """On a GPU, the run as one graph: kernels of microseconds would otherwise wait for the host, which is then timed"""
+    """On CUDA, record run as a CUDA graph, so that short kernels do not wait for the host."""
     if not device.startswith("cuda"):
         return run
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -89,8 +93,11 @@ def replayed(run):
 
 
 def race(candidates):
-    """Seconds of each candidate, all of them in every round, every second round in another order and the one behind it
-    in reverse: what one leaves in the caches helps or hinders the next, and none is always late"""
+    """Time each candidate once per round: {name: [seconds]}.
+
+    A candidate can speed up or slow down the next one through the caches. So each pair of rounds
+    has a new random order, which the second round of the pair reverses.
+    """
     names, times = list(candidates), {name: [] for name in candidates}
     for turn in range(rounds + 2):
         order = random.Random(turn // 2).sample(names, len(names))
@@ -99,73 +106,81 @@ def race(candidates):
     return {name: t[2:] for name, t in times.items()}
 
 
-def compare(title, candidates, notes=None):
-    """Print and return the times of each candidate and their ratio to the first's, round by round. notes: a function of
-    a name and all medians"""
-    times, report, first = race(candidates), {}, next(iter(candidates))
+def compare(title, candidates, note=lambda name, medians: ""):
+    """Time the candidates. Print and return their times, and their ratios to the first by round.
+
+    note(name, medians) returns text for the end of a line.
+    """
+    first, report = next(iter(candidates)), {}
+    times = race(candidates)
     medians = {name: statistics.median(t) for name, t in times.items()}
     print(f"\n{title:<28} {'median':>10} {'quartiles':>21}  time v. {first}")
     for name, t in times.items():
         low, median, high = statistics.quantiles(t, n=4)
         ratios = statistics.quantiles((a / b for a, b in zip(t, times[first])), n=4)
-        print(
-            f"{name:<28} {median * 1e3:>7.2f} ms {f'{low * 1e3:.2f} - {high * 1e3:.2f} ms':>21}"
-            f"  {ratios[1]:.3f}x ({ratios[0]:.3f} - {ratios[2]:.3f})  {notes(name, medians) if notes else ''}"
-        )
+        quartiles = f"{low * 1e3:.2f} - {high * 1e3:.2f} ms"
+        ratio = f"{ratios[1]:.3f}x ({ratios[0]:.3f} - {ratios[2]:.3f})  {note(name, medians)}"
+        print(f"{name:<28} {median * 1e3:>7.2f} ms {quartiles:>21}  {ratio}")
         report[name] = {"seconds": t, "median": median, "quartiles": [low, high], "ratio": ratios}
     return report
 
 
+def matrix_rate(flops, matmul):
+    """A note for compare: FLOPs a second as a share of those of a large matrix product."""
+    return lambda name, medians: f"{flops[name] / medians[name] / matmul:.0%} of the matrix rate"
+
+
 def floors():
-    """Bytes a second that a copy moves, reading and writing, and FLOPs a second of a large matrix product"""
+    """(bytes a second of a copy, counting reads and writes; FLOPs a second of a matrix product)"""
     cuda, times = device.startswith("cuda"), 10
-    x = torch.ones(1 << (30 if cuda else 24 if quick else 27), dtype=torch.uint8, device=device)
-    y, n = torch.empty_like(x), 8192 if cuda else 1024 if quick else 2048
+    n_bytes = 1 << (30 if cuda else 24 if quick else 27)
+    x = torch.ones(n_bytes, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    n = 8192 if cuda else 1024 if quick else 2048
     a, b = (torch.randn(n, n, device=device).to(getattr(torch, dtype)) for _ in "ab")
     copy = min(seconds(lambda: [y.copy_(x) for _ in range(times)]) for _ in range(rounds))
     matmul = min(seconds(lambda: [a @ b for _ in range(times)]) for _ in range(rounds))
-    return times * 2 * x.numel() / copy, times * 2 * n**3 / matmul
+    return times * 2 * n_bytes / copy, times * 2 * n**3 / matmul
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is compared
+# ------------------------------------------------------------------------------------------------
+# Candidates
 
 
 def configs(settings):
-    """{name: the configuration of each mode}, the same mode twice under two names"""
-    base, made = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)}), {}
+    """{name: config} of the modes. A mode that is named twice gets a second name."""
+    base = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
+    named = {}
     for mode in modes.split(","):
-        made[mode + " again" * (mode in made)] = replace(
-            base, residual=mode, **settings_of_others(mode)
-        )
-    return made
+        name = mode + " again" if mode in named else mode
+        named[name] = replace(base, residual=mode, **settings_of_others(mode))
+    return named
 
 
-def autocast(on=None):
-    return torch.autocast(
-        device.split(":")[0], torch.bfloat16, enabled=dtype == "bfloat16" if on is None else on
-    )
+def cast(precision=None):
+    return autocast(device.split(":")[0], precision or dtype)
 
 
 def tokens(config, rows):
     return torch.randint(config.vocab_size, (rows, config.block_size), device=device)
 
 
-def stepper(config, bfloat16=None, compile=True, fused=True, **spend):
-    """A function that does one training step, its model and optimizer"""
+def stepper(config, precision=None, compile=True, fused=True, **attributes):
+    """(function that runs one training step, model, optimizer)
+
+    attributes are set on the model: loss_chunk, recompute.
+    """
     torch.manual_seed(0)
     model = GPT(config).to(device)
-    for key, value in spend.items():
+    for key, value in attributes.items():
         setattr(model, key, value)
     if compile:
         model.compile_blocks()
-    optimizer, x = (
-        torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused),
-        tokens(config, batch_size),
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+    x = tokens(config, batch_size)
 
     def step():
-        with autocast(bfloat16):
+        with cast(precision):
             loss = model(x, x)[1]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -176,133 +191,134 @@ def stepper(config, bfloat16=None, compile=True, fused=True, **spend):
 
 
 def adopt(settings):
-    """Those of main's settings that a process of its own needs"""
+    """Set these globals, and prepare the process for the device."""
     globals().update(settings)
     prepare_process(device)
 
 
-def apart(part, *args):
-    """What part(*args) comes to in a process of its own, made by one that has imported this file and done no more"""
-    mine = {"device": device, "dtype": dtype, "batch_size": batch_size}
-    with ProcessPoolExecutor(1, get_context("forkserver"), adopt, (mine,)) as pool:
-        return pool.submit(part, *args).result()
+def in_new_process(function, *args):
+    """Call a function in a new process, forked from one that has only imported this file."""
+    settings = {"device": device, "dtype": dtype, "batch_size": batch_size}
+    with ProcessPoolExecutor(1, get_context("forkserver"), adopt, (settings,)) as pool:
+        return pool.submit(function, *args).result()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The parts
+# ------------------------------------------------------------------------------------------------
+# Parts
 
 
 def forward(settings, copy, matmul):
-    """Time a block, and how much of it is matrix products"""
-    runs, notes = {}, {}
+    runs, flops = {}, {}
     for name, config in configs(settings).items():
-        torch.manual_seed(0)
-        model = GPT(replace(config, n_layer=1)).to(device, getattr(torch, dtype)).eval()
-        block, rope = torch.compile(model.blocks[0]), (model.cos, model.sin)
-        e = model.embed(tokens(config, batch_size)).detach()
-        stream = model.ends.embed(e)._replace(
-            at=torch.arange(config.block_size, device=device)[:, None]
-        )
-
-        @torch.no_grad()
-        def run(block=block, stream=stream, rope=rope):
-            block(stream, rope)
-
-        head = 2 * 3 * config.n_embd * config.vocab_size
-        flops = batch_size * config.block_size * (model.flops_per_token() - head) / 3
-        runs[name], notes[name] = replayed(run), flops / matmul
-    return compare(
-        "forward, one block",
-        runs,
-        lambda name, t: f"{notes[name] / t[name]:.0%} of the matrix rate",
-    )
+        runs[name], flops[name] = block_forward(config)
+    return compare("forward, one block", runs, matrix_rate(flops, matmul))
 
 
-def counted(run):
-    """What the compiler makes of the first run of something; None if it was compiled before"""
-    log = logging.getLogger(
-        "torch._inductor.compile_fx.__inductor_metrics"
-    )  # while it listens, bytes are counted
+def block_forward(config):
+    """(function that runs the forward of one compiled block, its FLOPs)"""
+    torch.manual_seed(0)
+    model = GPT(replace(config, n_layer=1)).to(device, getattr(torch, dtype)).eval()
+    block, rope = torch.compile(model.blocks[0]), (model.cos, model.sin)
+    positions = torch.arange(config.block_size, device=device)[:, None]
+    embedded = model.embed(tokens(config, batch_size)).detach()
+    stream = model.ends.embed(embedded)._replace(at=positions)
+
+    @torch.no_grad()
+    def run():
+        block(stream, rope)
+
+    head = 2 * 3 * config.n_embd * config.vocab_size
+    flops_per_token = (model.flops_per_token() - head) / 3  # without the backward pass
+    return replayed(run), batch_size * config.block_size * flops_per_token
+
+
+@contextmanager
+def compiler_counters():
+    """Yield a dict for the kernels that are compiled inside, and the bytes that they move."""
+    counts = {}
+    log = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")
     log.propagate = False
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.INFO)  # the compiler counts bytes only for this logger
     metrics.reset()
     with fresh_cache():
-        run()
+        yield counts
     log.setLevel(logging.WARNING)
-    kernels = metrics.generated_kernel_count
-    return {"kernels": kernels, "bytes": metrics.num_bytes_accessed} if kernels else None
+    counts.update(kernels=metrics.generated_kernel_count, bytes=metrics.num_bytes_accessed)
 
 
 def residual(settings, copy, matmul):
-    """Two sublayers without what they compute, forward and backward: write, read, write, read, so that what is read is
-    never an input, whose gradient no graph could add. Where the last read is the stream itself its two gradients come
-    as one, a pass of about twenty."""
-    kinds, runs, made = configs(settings), {}, {}
-    if "nag" in kinds:
-        kinds["nag, no modulator"] = replace(kinds["nag"], nag_directions=0)
-    shape = (batch_size, next(iter(kinds.values())).block_size, next(iter(kinds.values())).n_embd)
-    for name, config in kinds.items():
-        block = GPT(replace(config, n_layer=1)).to(device).blocks[0]
-        x, f1, f2 = (
-            torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_()
-            for _ in range(3)
-        )
-        g, g_lane = torch.randn_like(x), torch.randn(*shape[:2], 1, device=device)
-        lane = torch.zeros(*shape[:2], 1, device=device) if config.residual == "nag" else None
-        at = torch.arange(shape[1], device=device)[:, None]
-        inputs = [x, f1, f2, *block.attn_residual.parameters(), *block.mlp_residual.parameters()]
-
-        @torch.compile
-        def both(x, f1, f2, block=block, lane=lane, at=at):
-            h1, stream = block.attn_residual.read(block.mlp_residual.write(Stream(x, lane, at), f1))
-            h2, stream = block.mlp_residual.read(block.attn_residual.write(stream, f2))
-            return (
-                h1,
-                h2,
-                *([] if h2 is stream.x else [stream.x]),
-                *([] if lane is None else [stream.lane]),
-            )
-
-        def run(both=both, inputs=inputs, grads=(g, g_lane)):
-            with autocast():
-                outputs = both(*inputs[:3])
-            torch.autograd.grad(
-                outputs, inputs, [grads[y.size(-1) == 1] for y in outputs], allow_unused=True
-            )
-
-        made[name] = (
-            counted(run) or made[name.removesuffix(" again")]
-        )  # they share what is compiled
+    named, runs, counts = configs(settings), {}, {}
+    if "nag" in named:
+        named["nag, no modulator"] = replace(named["nag"], nag_directions=0)
+    shape = (batch_size, settings["block_size"], settings["n_embd"])
+    for name, config in named.items():
+        run = two_sublayers(config, shape)
+        with compiler_counters() as counts[name]:
+            run()
+        if not counts[name]["kernels"]:  # it reuses the compiled code of the same mode
+            counts[name] = counts[name.removesuffix(" again")]
         runs[name] = replayed(run)
-    floor = (
-        2 * 8 * x.numel() * x.element_size() / copy
-    )  # 8 passes a sublayer: pre-norm and BHyT 4 + 4, NAG 3 + 6
+    # Passes over the stream, forward + backward: pre-norm and BHyT 4 + 4, NAG 3 + 6.
+    floor = 2 * 8 * math.prod(shape) * getattr(torch, dtype).itemsize
 
-    def note(name, t):
-        of = made[name]
-        return f"{floor / t[name]:.0%} of the copy rate; {of['kernels']} kernels, {of['bytes'] / 1e6:.0f} MB"
+    def note(name, medians):
+        share = f"{floor / copy / medians[name]:.0%} of the copy rate"
+        return f"{share}; {counts[name]['kernels']} kernels, {counts[name]['bytes'] / 1e6:.0f} MB"
 
     report = compare("residual alone, one block", runs, note)
-    return {name: of | made[name] for name, of in report.items()}
+    return {name: row | counts[name] for name, row in report.items()}
+
+
+def two_sublayers(config, shape):
+    """A function that runs write, read, write, read, and their backward, on random (B, T, C).
+
+    It starts with a write: a read could return its input, and the gradients of that input would be
+    added outside of the compiled graph. If the last read returns the stream itself, one gradient
+    stands for both outputs, which saves one pass of about twenty.
+    """
+    block = GPT(replace(config, n_layer=1)).to(device).blocks[0]
+    random_stream = lambda: torch.randn(shape, device=device).to(getattr(torch, dtype))
+    x, f1, f2 = (random_stream().requires_grad_() for _ in range(3))
+    grad, lane_grad = torch.randn_like(x), torch.randn(*shape[:2], 1, device=device)
+    lane = torch.zeros_like(lane_grad) if config.residual == "nag" else None
+    at = torch.arange(shape[1], device=device)[:, None]
+    attention, mlp = block.attn_residual, block.mlp_residual
+    inputs = [x, f1, f2, *attention.parameters(), *mlp.parameters()]
+
+    @torch.compile
+    def both(x, f1, f2):
+        h1, stream = attention.read(mlp.write(Stream(x, lane, at), f1))
+        h2, stream = mlp.read(attention.write(stream, f2))
+        outputs = [h1, h2] if h2 is stream.x else [h1, h2, stream.x]
+        return outputs if lane is None else [*outputs, stream.lane]
+
+    def run():
+        with cast():
+            outputs = both(x, f1, f2)
+        grads = [lane_grad if y.size(-1) == 1 else grad for y in outputs]
+        torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
+
+    return run
 
 
 def train(settings, copy, matmul):
-    """And what BHyT does between steps, every bhyt_interval of them"""
-    runs, notes, refresh = {}, {}, {}
+    """Time training steps, and BHyT's refresh, which train.py calls every bhyt_interval steps."""
+    runs, flops, refresh = {}, {}, {}
     for name, config in configs(settings).items():
         runs[name], model, _ = stepper(config)
-        notes[name] = batch_size * config.block_size * model.flops_per_token() / matmul
+        flops[name] = batch_size * config.block_size * model.flops_per_token()
         refresh[name] = min(seconds(model.refresh) for _ in range(3))
+    rate = matrix_rate(flops, matmul)
 
-    def note(name, t):
-        return f"{notes[name] / t[name]:.0%} of the matrix rate; a refresh takes {refresh[name] / t[name]:.2f} steps"
+    def note(name, medians):
+        return f"{rate(name, medians)}; a refresh takes {refresh[name] / medians[name]:.2f} steps"
 
     report = compare("training step", runs, note)
-    return {name: of | {"refresh": refresh[name]} for name, of in report.items()}
+    return {name: row | {"refresh": refresh[name]} for name, row in report.items()}
 
 
 def first_steps(config):
-    """Seconds of each"""
+    """Seconds of the first three training steps, with an empty compiler cache."""
     with fresh_cache():
         step, *_ = stepper(config)
         return [seconds(step) for _ in range(3)]
@@ -312,223 +328,222 @@ def cold(settings, copy, matmul):
     report = {}
     print()
     for name, config in configs(settings).items():
-        first, *later = apart(first_steps, config)
+        first, *later = in_new_process(first_steps, config)
         report[name] = {"first": first, "later": min(later)}
-        print(
-            f"{name}, {config.n_layer} blocks: first step {first:.1f} s, a later one {min(later):.1f} s"
-        )
+        times = f"first step {first:.1f} s, a later one {min(later):.1f} s"
+        print(f"{name}, {config.n_layer} blocks: {times}")
     return report
 
 
 def recipe(settings, copy, matmul):
     config = next(iter(configs(settings).values()))
-    how = {
-        "float32": dict(bfloat16=False, compile=False, fused=False),
-        "bfloat16, fused": dict(bfloat16=True, compile=False),
-        "and compiled": dict(bfloat16=True),
-        "and the stream bfloat16": dict(bfloat16=True),
+    options = {
+        "float32": dict(precision="float32", compile=False, fused=False),
+        "bfloat16, fused": dict(precision="bfloat16", compile=False),
+        "and compiled": dict(precision="bfloat16"),
+        "and the stream bfloat16": dict(precision="bfloat16"),
     }
-    flops = batch_size * config.block_size * GPT(config).flops_per_token()
-    steps = {
-        name: stepper(replace(config, bf16_stream="stream" in name), **options)[0]
-        for name, options in how.items()
-    }
-    return compare(
-        "training step", steps, lambda name, t: f"{flops / t[name] / matmul:.0%} of the matrix rate"
-    )
+    step_flops = batch_size * config.block_size * GPT(config).flops_per_token()
+    stream = lambda name: replace(config, bf16_stream="stream" in name)
+    steps = {name: stepper(stream(name), **chosen)[0] for name, chosen in options.items()}
+    return compare("training step", steps, matrix_rate(dict.fromkeys(steps, step_flops), matmul))
 
 
-def saved(config, spend):
-    """A training step, its model and optimizer, and the bytes that its forward keeps for the backward, weights in
-    bfloat16 among them"""
-    step, model, optimizer = stepper(config, compile=False, **spend)
-    bytes_of, x = {}, tokens(config, batch_size)
-    if model.recompute:  # what goes into each block, which no hook gets to see
-        bytes_of["inputs"] = (
-            config.n_layer * x.numel() * (config.n_embd * (2 if config.bf16_stream else 4) + 4)
-        )
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def pack(t):
-        if t.untyped_storage().data_ptr() not in own:
-            bytes_of[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast():
-        model(x, x)
-    return step, (model, optimizer), sum(bytes_of.values())
+def memory(settings, copy, matmul):
+    """Measure eager steps, because hooks cannot see the tensors that a compiled block keeps."""
+    chunks = {"loss_chunk": batch_size * settings["block_size"] // 8}
+    recompute = {"recompute": True}
+    options = {"": {}, ", loss in 8 chunks": chunks, ", recompute": recompute}
+    options[", both"] = chunks | recompute
+    report = {}
+    print(f"\n{'a training step':<28} {'kept':>10} {'a block':>10} {'peak':>10}")
+    for name, config in configs(settings).items():
+        for suffix, attributes in options.items():
+            # MemTracker does not remove its hooks, so each measurement has its own process.
+            row = report[name + suffix] = in_new_process(step_memory, config, attributes)
+            sizes = " ".join(f"{n / 2**20:>6.0f} MiB" for n in row.values())
+            print(f"{name + suffix:<28} {sizes}")
+    return report
 
 
-def needed(config, spend):
-    """Bytes: kept by all blocks, by one more, and the peak of a second step"""
-    deeper = saved(replace(config, n_layer=config.n_layer + 1), spend)[2]
-    step, lasting, stays = saved(config, spend)
-    step()  # the first fills the optimizer
-    report = {"kept": stays, "kept a block": deeper - stays}
+def step_memory(config, attributes):
+    """Bytes kept for the backward pass by all blocks and by one more block, and the peak."""
+    *_, deeper = kept_bytes(replace(config, n_layer=config.n_layer + 1), attributes)
+    step, model, optimizer, kept = kept_bytes(config, attributes)
+    report = {"kept": kept, "kept a block": deeper - kept}
+    step()  # creates the optimizer's state
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
         step()
         return report | {"peak": torch.cuda.max_memory_allocated()}
-    tracker = MemTracker()  # of tensors that are alive; what the process holds is up to twice that
-    tracker.track_external(*lasting)
+    tracker = MemTracker()  # counts live tensors; the process can hold up to twice that
+    tracker.track_external(model, optimizer)
     with tracker:
         step()
     return report | {"peak": tracker.get_tracker_snapshot("peak")[torch.device(device)]["Total"]}
 
 
-def memory(settings, copy, matmul):
-    """Eager, since a compiled block hides what it keeps"""
-    options = {
-        "": {},
-        ", loss in 8 chunks": {"loss_chunk": batch_size * settings["block_size"] // 8},
-    }
-    options[", recompute"] = {"recompute": True}
-    options[", both"] = options[", loss in 8 chunks"] | options[", recompute"]
-    report = {}
-    print(f"\n{'a training step':<28} {'kept':>10} {'a block':>10} {'peak':>10}")
-    for name, config in configs(settings).items():
-        for more, spend in options.items():
-            report[name + more] = of = apart(needed, config, spend)  # MemTracker never lets go
-            print(f"{name + more:<28} " + " ".join(f"{n / 2**20:>6.0f} MiB" for n in of.values()))
-    return report
+def kept_bytes(config, attributes):
+    """(training step, model, optimizer, bytes that a forward keeps for the backward pass)
+
+    The bytes include bfloat16 copies of weights, but not the weights themselves.
+    """
+    step, model, optimizer = stepper(config, compile=False, **attributes)
+    kept, x = {}, tokens(config, batch_size)
+    if model.recompute:  # hooks do not see the input of a recomputed block: the stream and its lane
+        stream_bytes = config.n_embd * (2 if config.bf16_stream else 4) + 4
+        kept["inputs"] = config.n_layer * x.numel() * stream_bytes
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), cast():
+        model(x, x)
+    return step, model, optimizer, sum(kept.values())
 
 
 def generate(settings, copy, matmul):
-    """Greedy, weights in dtype. Without a cache a token is a forward of all before it, here as many as on average."""
-    report, news = {}, list(map(int, new_tokens.split(",")))
-    longest = prompt_tokens + max(news)
+    report, named = {}, configs(settings)
+    numbers = [*map(int, new_tokens.split(","))]
+    length = prompt_tokens + max(numbers)
     for rows in map(int, batches_of.split(",")):
-        prompts, decoders, forwards, weights = (
-            {},
-            {new: {} for new in news},
-            {new: {} for new in news},
-            {},
-        )
-        for name, config in configs(settings).items():
-            torch.manual_seed(0)
-            model = (
-                GPT(replace(config, block_size=longest)).to(device).to(getattr(torch, dtype)).eval()
-            )
-            weights[name] = sum(p.numel() * p.element_size() for p in model.parameters())
-            if config.residual in FOLDS:
-                FOLDS[config.residual](model)
-            text = torch.randint(config.vocab_size, (rows, longest), device=device)
-            step, cache = compiled_step(text.device), KVCache(model, rows, longest)
-
-            @torch.no_grad()
-            def read(model=model, prompt=text[:, :prompt_tokens], cache=cache):
-                cache.at.zero_()
-                return next_token(model, prompt, cache, 0, None, None, None)
-
-            first = read()
-
-            @torch.no_grad()
-            def decode(new, model=model, token=first, cache=cache, step=step):
-                cache.at.fill_(prompt_tokens)  # behind the prompt that was read
-                for _ in range(new):
-                    token = step(model, token, cache, 0, None, None, None).clone()
-
-            @torch.no_grad()
-            def again(new, model=model, text=text):
-                return model(text[:, : prompt_tokens + new // 2], last=True)[0].argmax(-1)
-
-            prompts[name] = read
-            for new in news:
-                decoders[new][name], forwards[new][name] = partial(decode, new), partial(again, new)
-
-        buffer = torch.ones(next(iter(weights.values())) // 4, device=device)
-        at_once = f"{rows} at once"
-        report[f"prompt, {at_once}"] = compare(
-            f"prompt, {at_once}",
-            prompts,
-            lambda name, t: f"{rows * prompt_tokens / t[name]:.0f} tokens/s",
-        )
-        for new in news:
-
-            def bare(new=new):
-                for _ in range(new):
-                    buffer.sum()
-
-            def note(name, t, new=new):
-                if name == "the weights":
-                    return f"{new * 4 * buffer.numel() / t[name] / 1e9:.1f} GB/s"
-                floor = t["the weights"] * weights[name] / (4 * buffer.numel())
-                return f"{new * rows / t[name]:.1f} tokens/s, {floor / t[name]:.0%} of reading the weights"
-
-            key = f"{new} new, {at_once}"
-            report[key] = compare(key, decoders[new] | {"the weights": bare}, note)
-            key = f"a token, no cache, {new} new, {at_once}"
-            report[key] = compare(
-                key, forwards[new], lambda name, t: f"{rows / t[name]:.1f} tokens/s"
-            )
+        runs = {name: generation(config, rows, length) for name, config in named.items()}
+        buffer = torch.ones(next(iter(runs.values()))[-1] // 4, device=device)  # as many bytes
+        title = f"prompt, {rows} at once"
+        speed = lambda name, t, rows=rows: f"{rows * prompt_tokens / t[name]:.0f} tokens/s"
+        report[title] = compare(title, {name: read for name, (read, *_) in runs.items()}, speed)
+        for new in numbers:
+            report |= compare_decoding(runs, rows, new, buffer)
     return report
 
 
+def generation(config, rows, length):
+    """(read the prompt, decode(new) with a cache, uncached(new), bytes of the weights)
+
+    Decoding is greedy, weights are in dtype. uncached makes one token from half of the new tokens,
+    which is the average length.
+    """
+    torch.manual_seed(0)
+    model = GPT(replace(config, block_size=length)).to(device).to(getattr(torch, dtype)).eval()
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    if config.residual in FOLDS:
+        FOLDS[config.residual](model)
+    text = torch.randint(config.vocab_size, (rows, length), device=device)
+    step, cache = compiled_step(text.device), KVCache(model, rows, length)
+
+    @torch.no_grad()
+    def read():
+        cache.at.zero_()
+        return next_token(model, text[:, :prompt_tokens], cache, 0, None, None, None)
+
+    first = read()
+
+    @torch.no_grad()
+    def decode(new):
+        cache.at.fill_(prompt_tokens)  # continue after the prompt
+        token = first
+        for _ in range(new):
+            token = step(model, token, cache, 0, None, None, None).clone()
+
+    @torch.no_grad()
+    def uncached(new):
+        return model(text[:, : prompt_tokens + new // 2], last=True)[0].argmax(-1)
+
+    return read, decode, uncached, weight_bytes
+
+
+def compare_decoding(runs, rows, new, buffer):
+    """Compare decoding of new tokens, with a cache and without. buffer stands for the weights."""
+    buffer_bytes = 4 * buffer.numel()
+
+    def read_weights():
+        for _ in range(new):
+            buffer.sum()
+
+    def note(name, medians):
+        if name == "the weights":
+            return f"{new * buffer_bytes / medians[name] / 1e9:.1f} GB/s"
+        floor = medians["the weights"] * runs[name][-1] / buffer_bytes
+        speed = f"{new * rows / medians[name]:.1f} tokens/s"
+        return f"{speed}, {floor / medians[name]:.0%} of reading the weights"
+
+    cached = {name: partial(decode, new) for name, (_, decode, *_) in runs.items()}
+    cached["the weights"] = read_weights
+    plain = {name: partial(uncached, new) for name, (_, _, uncached, _) in runs.items()}
+    title = f"{new} new, {rows} at once"
+    report = {title: compare(title, cached, note)}
+    title = f"a token, no cache, {title}"
+    speed = lambda name, medians: f"{rows / medians[name]:.1f} tokens/s"
+    return report | {title: compare(title, plain, speed)}
+
+
 def mod(settings, copy, matmul):
-    """Training's rule, gathered, since that is what saves time when compiled; sublayers skip unequally, as they will"""
-    config, report = next(iter(configs(settings).values())), {}
-    forwards, steps, executed = {}, {}, {}
+    """Time the routing rule of training, which gathers the kept tokens.
+
+    Sublayers skip different shares, from 0.1 above the rate to 0.1 below, as trained routers do.
+    """
+    config = next(iter(configs(settings).values()))
+    router = "nag" if config.residual == "nag" else "learned"
+    forwards, steps, flops = {}, {}, {}
     for rate in map(float, rates.split(",")):
-        on = dict(
-            mod_on="both",
-            mod_rate=rate,
-            mod_router="nag" if config.residual == "nag" else "learned",
-        )
-        step, model, _ = stepper(replace(config, **on) if rate else config)
+        routing = dict(mod_on="both", mod_rate=rate, mod_router=router) if rate else {}
+        step, model, _ = stepper(replace(config, **routing))
         found = routers(model)
-        for router, more in zip(found, torch.linspace(-0.1, 0.1, len(found)).tolist()):
-            router.share.fill_(1 - rate + more)
-            router.settle()
+        for one, more in zip(found, torch.linspace(-0.1, 0.1, len(found)).tolist()):
+            one.share.fill_(1 - rate + more)
+            one.settle()
         x = tokens(config, batch_size)
 
         @torch.no_grad()
         def run(model=model, x=x):
-            with autocast():
+            with cast():
                 model(x)
 
         name = f"rate {rate:g}"
-        forwards[name], steps[name], executed[name] = run, step, model.flops_per_token()
-    share = lambda name, t: f"{executed[name] / executed[next(iter(executed))]:.3f} of the FLOPs"
-    report |= {f"forward, {k}": v for k, v in compare("forward", forwards, share).items()}
-    return report | {f"step, {k}": v for k, v in compare("training step", steps, share).items()}
+        forwards[name], steps[name], flops[name] = run, step, model.flops_per_token()
+    first = next(iter(flops.values()))
+    note = lambda name, medians: f"{flops[name] / first:.3f} of the FLOPs"
+    report = {f"forward, {k}": row for k, row in compare("forward", forwards, note).items()}
+    return report | {f"step, {k}": v for k, v in compare("training step", steps, note).items()}
 
 
 def data(settings, copy, matmul):
-    """Tokens a second of prepare_c4.py's processes together, against cores x one thread of the bare tokenizer"""
+    """Tokens a second of the bare tokenizer on one core, and of prepare_c4.py on all cores."""
     files, cores = list_files("python")[0][: megabytes * 60], os.cpu_count()
     jobs = list(batches(files, lambda text: True, (0, 0)))
     texts = [text for job in jobs for _, _, text in job]
-    encoding, report = get_tokenizer(tokenizer), {}
+    encoding = get_tokenizer(tokenizer)
+    report = {"bare": [], "prepare": []}  # tokens a second in each round
     with ProcessPoolExecutor(cores, get_context("spawn"), start_worker, (tokenizer,)) as pool:
-        list(in_order(pool, jobs[: 2 * cores], 4 * cores))  # the processes are up
+        list(in_order(pool, jobs[: 2 * cores], 4 * cores))  # start the processes
         for _ in range(rounds):
             began = time.perf_counter()
             count = sum(map(len, encoding.encode_ordinary_batch(texts, num_threads=1)))
-            report.setdefault("bare", []).append(count / (time.perf_counter() - began))
+            report["bare"].append(count / (time.perf_counter() - began))
             began = time.perf_counter()
-            count = sum(
-                len(ids) for results in in_order(pool, jobs, 4 * cores) for _, _, ids in results
-            )
-            report.setdefault("prepare", []).append(count / (time.perf_counter() - began))
-    bare, ours = (statistics.median(report[k]) for k in ("bare", "prepare"))
-    loader = Loader(Windows(data_dir, "train", settings["block_size"]), batch_size, 1, seed=1)
-    report["loader_s"] = statistics.median(
-        seconds(lambda: loader.fetch(step, 0)) for step in range(100)
-    )
-    print(f"a batch of {batch_size} x {settings['block_size']}: {report['loader_s'] * 1e3:.2f} ms")
+            results = in_order(pool, jobs, 4 * cores)
+            count = sum(len(ids) for documents in results for _, _, ids in documents)
+            report["prepare"].append(count / (time.perf_counter() - began))
+    bare, ours = (statistics.median(report[key]) for key in ("bare", "prepare"))
+    T = settings["block_size"]
+    loader = Loader(Windows(data_dir, "train", T), batch_size, 1, seed=1)
+    times = [seconds(partial(loader.fetch, step, 0)) for step in range(100)]
+    report["loader_s"] = statistics.median(times)
+    print(f"a batch of {batch_size} x {T}: {report['loader_s'] * 1e3:.2f} ms")
     share = f"{ours / bare / cores:.0%} of {cores} x the bare rate"
-    print(
-        f"bare tokenizer, one thread: {bare / 1e6:.2f} M tokens/s; {cores} processes: {ours / 1e6:.2f}, {share}"
-    )
+    speeds = f"{bare / 1e6:.2f} M tokens/s; {cores} processes: {ours / 1e6:.2f}"
+    print(f"bare tokenizer, one thread: {speeds}, {share}")
     return report
 
 
-PARTS = {
-    part.__name__: part
-    for part in (forward, residual, train, cold, recipe, memory, generate, mod, data)
-}
-QUICK = "--what=forward,residual,train,generate --modes=prenorm,nag --n_layer=2 --rounds=3 --batch_size=2"
-QUICK += " --prompt_tokens=64 --new_tokens=32 --batches_of=1"
+ALL = (forward, residual, train, cold, recipe, memory, generate, mod, data)
+PARTS = {part.__name__: part for part in ALL}
+QUICK = "--what=forward,residual,train,generate --modes=prenorm,nag --n_layer=2 --rounds=3"
+QUICK += " --batch_size=2 --prompt_tokens=64 --new_tokens=32 --batches_of=1"
 
 
 def main():
@@ -542,19 +557,16 @@ def main():
         pick({"bfloat16": 0, "float32": 0}, dtype, "dtype")
         for config in configs(settings).values():
             GPT(replace(config, n_layer=1))
-    except ValueError as error:  # of a name or a shape
-        raise SystemExit(f"bench.py: {error}")
-    torch._dynamo.config.recompile_limit = (
-        256  # many modes are timed in one process, and each must be compiled
-    )
+    except ValueError as error:
+        raise SystemExit(f"bench.py: {error}") from error
+    torch._dynamo.config.recompile_limit = 256  # one process compiles many modes
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    name = device_name(torch.device(device))
+
+    name, threads = device_name(torch.device(device)), torch.get_num_threads()
     copy, matmul = floors()
-    report = {
-        "settings": settings, "git": commit(), "torch": torch.__version__, "threads": torch.get_num_threads(),
-        "device": name, "copy_bytes_s": copy, "matmul_flops_s": matmul,
-    }  # fmt: skip
-    print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}")
+    report = {"settings": settings, "git": commit(), "torch": torch.__version__, "threads": threads}
+    report |= {"device": name, "copy_bytes_s": copy, "matmul_flops_s": matmul}
+    print(f"{name}, torch {torch.__version__}, {threads} threads, {dtype}")
     shape = "n_layer n_head n_embd block_size vocab_size".split()
     print(", ".join(f"{key} {settings[key]}" for key in shape) + f", {batch_size} sequences")
     print(f"copy {copy / 1e9:.1f} GB/s, matrix product {matmul / 1e12:.2f} TFLOP/s")

@@ -1,20 +1,23 @@
 """
-BHyT, the bounded hyperbolic tangent in place of pre-norm (Byun et al., ICML 2026, arXiv 2601.09719). x is the stream,
-v the mean of its squares over the n_embd = d features, T the context length of training.
+BHyT: a bounded tanh in place of pre-norm's norm (Byun et al., ICML 2026, arXiv 2601.09719).
 
-    norm       kappa = 1 / sqrt(1 - p):  by Chebyshev at least p of all |x| are below kappa sqrt(v)                 (1)
-               y = gamma * tanh((lam / kappa) x / sqrt(v + eps)),  lam one scalar a norm                            (2)
-    attention  reads (2) with v measured: x' = x + attention
-    MLP        reads (2) with v' = v + c (lam_attention / kappa)^2, not measured again                              (3)
-               c = |W_V W_O|_F^2 / (T d), W_V repeated for each query head; refreshed every bhyt_interval steps     (4)
+x is the stream, v the mean of x^2 over the d = n_embd features, T the context length of training.
 
-    bhyt            as above
-    bhyt_exact      measures v before the MLP too
-    prenorm_approx  RMSNorm, whose second v of a block is v' = v + c mean(gamma^2): the ablation of the prediction  (5)
+    norm       kappa = 1 / sqrt(1 - p):  P(|x| <= kappa sqrt(v)) >= p, by Chebyshev             (1)
+               y = gamma * tanh((lam / kappa) x / sqrt(v + eps)),  one scalar lam per norm      (2)
+    attention  reads (2) with the measured v, and gives x' = x + attention
+    MLP        reads (2) with the predicted v' = v + c (lam_attention / kappa)^2                (3)
+               c = |W_V W_O|_F^2 / (T d), with W_V repeated for each query head                 (4)
 
-Beyond the paper, as a setting (bhyt_unit): gamma starts at kappa / lam, where the outputs have variance 1 as those of
-RMSNorm; at 1 they are 5 and 10 times smaller. Then c = |diag(gamma) W_V W_O|_F^2 / (T d), since W_V sees gamma * tanh.
-Differs from the release: lam is really frozen where it is not learned. As there, lam enters (3) detached.
+    bhyt            (2) to (4); c is recomputed every bhyt_interval steps
+    bhyt_exact      (2) with a measured v before the MLP as well
+    prenorm_approx  RMSNorm in place of (2), and v' = v + c mean(gamma^2) in place of (3)       (5)
+
+Differs from the paper and its release:
+- A lam that is not learned is frozen; the release still trains it. As there, (3) detaches lam.
+- bhyt_unit is ours. gamma starts at kappa / lam, so that the first outputs have a variance near 1,
+  like those of RMSNorm. W_V then reads gamma * tanh: c = |diag(gamma) W_V W_O|_F^2 / (T d).    (6)
+- A branch scale g multiplies the output of attention by g, and the increment in (3) by g^2.
 """
 
 import torch
@@ -27,8 +30,10 @@ DOWN = (8.4541874e-07, 0.0003399271, 0.0261362291, 0.467715592, 1)
 
 
 class Tanh(torch.autograd.Function):
-    """tanh(z) = z UP(z^2) / DOWN(z^2), fitted to |z| <= 8 and constant beyond, off by less than 4e-7 in float32. In
-    what the compiler makes for a CPU, half the time of the library's, which eager models and float64 get."""
+    """tanh(z). Compiled code uses the fit z UP(z^2) / DOWN(z^2), and clamps z to the fitted range.
+
+    In float32 the fit is off by less than 4e-7 and takes half the time of torch.tanh on a CPU.
+    """
 
     @staticmethod
     def forward(ctx, z):
@@ -50,14 +55,17 @@ class Tanh(torch.autograd.Function):
 
 
 def bounded_tanh(x, v, lam, gamma, kappa, eps=1e-6):
-    """Eq. 2; gamma may be None, where fold has put it into the next linear"""
+    """Eq. 2. gamma is None once fold has multiplied it into the next linear."""
     y = Tanh.apply((lam / kappa) * torch.rsqrt(v + eps) * x)
     return y if gamma is None else gamma * y
 
 
 def attention_gain(w_v, w_o, n_head, n_kv_head, block_size):
-    """Eq. 4 for weights as nn.Linear stores them, (G D, d) and (d, H D), without the d x d product: what the query
-    heads of a group do to the same values adds up; then |W_V W_O|_F^2 = sum(W_V W_V^T * W_O^T W_O), both (G D, G D)"""
+    """Eq. 4, a scalar, for nn.Linear weights w_v (G D, d) and w_o (d, H D).
+
+    Query heads of one group read the same values, so their columns of W_O add up. The norm is then
+    |W_V W_O|_F^2 = sum(W_V W_V^T * W_O^T W_O): two (G D, G D) products and no (d, d) product.
+    """
     d = w_v.size(1)
     w_o = w_o.view(d, n_kv_head, n_head // n_kv_head, -1).sum(2).flatten(1)  # (d, G D)
     return ((w_v @ w_v.T) * (w_o.T @ w_o)).sum() / (block_size * d)
@@ -71,7 +79,9 @@ class BoundedTanh(nn.Module):
             self.lam = nn.Parameter(torch.empty(1))
         else:
             self.register_buffer("lam", torch.empty(1))
-        self.start, self.kappa, self.eps = lam, (1 - config.bhyt_p) ** -0.5, config.norm_eps  # (1)
+        self.start = lam
+        self.kappa = (1 - config.bhyt_p) ** -0.5  # Eq. 1
+        self.eps = config.norm_eps
         self.start_of_gain = self.kappa / lam if config.bhyt_unit else 1.0
 
     def reset_parameters(self):
@@ -79,9 +89,9 @@ class BoundedTanh(nn.Module):
         nn.init.constant_(self.gain, self.start_of_gain)
 
     def forward(self, x, v=None):
-        w = upcast(x)
-        v = w.square().mean(-1, keepdim=True) if v is None else v
-        return bounded_tanh(w, v, self.lam, self.gain, self.kappa, self.eps).to(x.dtype)
+        x_float = upcast(x)
+        v = x_float.square().mean(-1, keepdim=True) if v is None else v
+        return bounded_tanh(x_float, v, self.lam, self.gain, self.kappa, self.eps).to(x.dtype)
 
 
 class BHyTEnds(FinalNorm):
@@ -108,24 +118,22 @@ class PreNormApprox(PreNorm):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         refuse(config, config.residual, norm="rms")
-        self.first, self.T = (
-            layer % 2 == 1,
-            config.bhyt_context or config.block_size,
-        )  # attention comes first in a block
+        self.first = layer % 2 == 1  # attention: it measures v and predicts v' for the MLP
+        self.T = config.bhyt_context or config.block_size
         if self.first:
             self.register_buffer("c", torch.zeros(1))
 
     @torch.no_grad()
     def refresh(self, attention):
-        """Eq. 4 from the weights as they are now. In place and on the device, so that nothing waits or recompiles."""
-        if self.norm.gain is None:  # folded: c is what it is
+        """Eq. 4 from the current weights. In place and on the device: no sync, no recompilation."""
+        if self.norm.gain is None:  # folded: W_V contains gamma, and c is final
             return
         w_v, w_o = (gathered(linear.weight) for linear in (attention.wv, attention.wo))
-        w_v = w_v * gathered(self.norm.gain) if self.gain_aware else w_v
+        w_v = w_v * gathered(self.norm.gain) if self.gain_aware else w_v  # Eq. 6
         self.c.copy_(attention_gain(w_v, w_o, attention.n_head, attention.n_kv_head, self.T))
 
     def output_variance(self):
-        return self.norm.gain.detach().square().mean()  # (5)
+        return self.norm.gain.detach().square().mean()  # Eq. 5
 
     def read(self, stream):
         v = upcast(stream.x).square().mean(-1, keepdim=True) if stream.lane is None else stream.lane
@@ -134,7 +142,7 @@ class PreNormApprox(PreNorm):
     def write(self, stream, f, gate=1.0):
         if not self.first:
             return stream._replace(x=stream.x + gate * f, lane=None)
-        lane = stream.lane + gate * gate * self.c * self.output_variance()  # (3)
+        lane = stream.lane + gate * gate * self.c * self.output_variance()  # Eq. 3 or 5
         return stream._replace(x=stream.x + gate * f, lane=lane)
 
 
@@ -148,43 +156,39 @@ class BHyT(PreNormApprox):
         self.gain_aware = config.bhyt_unit
 
     def output_variance(self):
-        return (self.norm.lam.detach() / self.norm.kappa).square()
+        return (self.norm.lam.detach() / self.norm.kappa).square()  # Eq. 3
 
 
 RESIDUALS = {"bhyt": BHyT, "bhyt_exact": BHyTExact, "prenorm_approx": PreNormApprox}
 
 
 def fold(model):
-    """For inference, in place and for good: gamma of every block into the columns of the linears that read it, lam
-    frozen. The norm before the head stays as it is: a tied head is the embedding too."""
+    """Fold the gamma of every block into the next linears, for inference. It cannot be undone.
+
+    The norm before the head keeps its gamma, because a tied head is also the embedding.
+    """
     norm = getattr(model.blocks[0].attn_residual, "norm", None)
     if not isinstance(norm, BoundedTanh) or norm.gain is None:
         raise ValueError(f"residual={model.config.residual!r} has nothing to fold, or is folded")
     for block in model.blocks:
+        attn = block.attn
+        fold_norm(block.attn_residual.norm, block.attn_router, [attn.wq, attn.wk, attn.wv])
         mlps = [mlp for mlp in (block.mlp, getattr(block.mlp, "shared", None)) if mlp is not None]
         readers = [getattr(mlp, name, None) for mlp in mlps for name in ("router", "up", "gate")]
-        for residual, router, linears in (
-            (block.attn_residual, block.attn_router, [block.attn.wq, block.attn.wk, block.attn.wv]),
-            (
-                block.mlp_residual,
-                block.mlp_router,
-                [linear for linear in readers if linear is not None],
-            ),
-        ):
-            norm = residual.norm
-            weights = [
-                linear if isinstance(linear, nn.Parameter) else linear.weight for linear in linears
-            ]
-            weights += [router.w] if router is not None and router.learned else []
-            if any(hasattr(linear, "plain") and linear.plain is None for linear in linears):
-                raise ValueError(
-                    "an adapter reads what it has learnt to, gamma included: merge it first"
-                )
-            with torch.no_grad():
-                for w in weights:
-                    w.mul_(norm.gain)
-            norm.gain = None
-            lam = norm.lam.detach()
-            del norm.lam
-            norm.register_buffer("lam", lam)
+        fold_norm(block.mlp_residual.norm, block.mlp_router, [r for r in readers if r is not None])
     return model.eval()
+
+
+@torch.no_grad()
+def fold_norm(norm, router, readers):
+    """Multiply gamma into the columns of the linears or expert weights that read the norm."""
+    if any(hasattr(reader, "plain") and reader.plain is None for reader in readers):
+        raise ValueError("an adapter was trained on inputs that contain gamma: merge it first")
+    weights = [r if isinstance(r, nn.Parameter) else r.weight for r in readers]
+    weights += [router.w] if router is not None and router.learned else []
+    for w in weights:
+        w.mul_(norm.gain)
+    norm.gain = None
+    lam = norm.lam.detach()
+    del norm.lam
+    norm.register_buffer("lam", lam)

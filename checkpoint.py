@@ -6,9 +6,9 @@ Checkpoints on disk: what train.py saves, and what every other script reads.
     ckpt_000500.pt   kept_000500/    kept on request (keep_interval)
     ckpt_best.pt     best_000500/    the one with the lowest validation loss, on request (save_best)
 
-A checkpoint holds tensors and plain values. Reading one never runs code from it: files are read with
-weights_only=True, and the index of a folder is JSON. A checkpoint takes its name only when all of it is on disk, so
-an interrupted save leaves the previous one in place.
+A checkpoint holds tensors and plain values. Reading one never runs code from it: files are read
+with weights_only=True, and the index of a folder is JSON. A checkpoint takes its name only when
+all of it is on disk, so an interrupted save leaves the previous one in place.
 """
 
 import glob
@@ -42,10 +42,10 @@ from model import GPTConfig
 FORMAT = 2  # of what save writes; migrate reads 1 too
 NEWEST = "ckpt.pt"
 SAVE_ERRORS = (OSError, RuntimeError, CheckpointException)  # for example a full disk
-READ_ERRORS = (*SAVE_ERRORS, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError)
+READ_ERRORS = (*SAVE_ERRORS, ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Finding
 
 
@@ -76,7 +76,7 @@ def locate(path):
     return path
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Reading
 
 
@@ -91,7 +91,7 @@ def read_file(path):
 
 
 def load(path):
-    """The state in a checkpoint. Its "path" says where it was; a folder's state has no optimizers, see restore."""
+    """The state in a checkpoint, with its "path". For the optimizers of a folder, see restore."""
     path = locate(path)
     if os.path.isdir(path):
         state = read_file(os.path.join(path, "state.pt"))
@@ -102,65 +102,51 @@ def load(path):
 
 
 def migrate(state, path):
-    """Bring an older format up to date where that is safe, and refuse it in one line where it is not."""
-    version = state.get("format", 1)
+    """Bring an older format up to date where that is safe; else refuse it in one line."""
+    version, config, settings = state.get("format", 1), state["config"], state["settings"]
+    has = f"{path} has format {version}"
     if version > FORMAT:
-        raise SystemExit(
-            f"{path} has format {version}, this code reads up to {FORMAT}: update the code"
-        )
+        raise SystemExit(f"{has}, this code reads up to {FORMAT}: update the code")
     if version == 1:
-        settings = state["settings"]
         if isinstance(settings.get("warmup_iters"), float):  # was a share of all steps
-            settings["warmup_share"], settings["warmup_iters"] = settings["warmup_iters"], 50
-        config = state["config"]
+            settings |= {"warmup_share": settings["warmup_iters"], "warmup_iters": 50}
         removed = {"bhyt_causal": False, "bhyt_gain_aware": config.get("bhyt_unit", False)}
-        state["config"] = {k: v for k, v in config.items() if k not in removed or v != removed[k]}
+        config = {k: v for k, v in config.items() if k not in removed or v != removed[k]}
         if config.get("moe_experts"):
-            experts = config["moe_experts"]
-            raise SystemExit(
-                f"{path} has format 1 and moe_experts={experts}: experts had another layout then"
-            )
+            experts = f"moe_experts={config['moe_experts']}"
+            raise SystemExit(f"{has} and {experts}: experts had another layout then")
     known = {field.name: field.default for field in fields(GPTConfig)}
-    for name, value in state["config"].items():
+    for name, value in config.items():
         if name not in known:
-            raise SystemExit(
-                f"{path} has format {version} and {name}={value!r}, which this code no longer has"
-            )
-    state["config"] = (
-        known | state["config"]
-    )  # settings that came later have the old behaviour as their default
-    return state
+            raise SystemExit(f"{has} and {name}={value!r}, which this code no longer has")
+    return state | {"config": known | config}  # the defaults of newer settings change nothing
 
 
 def restore(state, optimizers):
-    """Give the optimizers what the checkpoint remembers. Under FSDP each rank takes its own part."""
+    """Load the optimizers' state. Under FSDP each rank takes its own part."""
     for i, optimizer in enumerate(optimizers):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if "optimizers" in state:
             kept = state["optimizers"][i]
-            kept = {
-                j: {k: shard_like(x, params[j]) for k, x in entry.items()}
-                for j, entry in kept.items()
-            }
+            for j, entry in kept.items():
+                kept[j] = {name: shard_like(x, params[j]) for name, x in entry.items()}
         else:
             kept = {}
-            of_param = lambda name: params[int(name.partition(".")[0])]
-            for name, x in read_tensors(state["path"], f"optimizers.{i}", of_param).items():
-                j, _, key = name.partition(".")
-                kept.setdefault(int(j), {})[key] = x
-        optimizer.load_state_dict(
-            {"state": kept, "param_groups": optimizer.state_dict()["param_groups"]}
-        )
+            for key, x in read_tensors(state["path"], f"optimizers.{i}", params).items():
+                j, _, name = key.partition(".")
+                kept.setdefault(int(j), {})[name] = x
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": kept, "param_groups": groups})
 
 
 def shard_like(x, p):
-    """x as it goes with the parameter p: sharded over the ranks if p is. Other sizes, such as a step count, stay."""
+    """x, sharded over the ranks as the parameter p is. A step count has another shape and stays."""
     if isinstance(p, DTensor) and x.shape == p.shape:
         return distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
     return x
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Writing
 
 
@@ -171,7 +157,7 @@ def save(path, state):
 
 
 def save_sharded(path, state):
-    """Write a folder. Every rank calls this; rank 0 writes all but the other ranks' parts of the tensors."""
+    """Write a folder. Every rank calls this and writes its part of the tensors."""
     main, tmp = dist.get_rank() == 0, path + ".tmp"
     if main:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -193,7 +179,7 @@ def save_sharded(path, state):
 
 
 def remove(path):
-    """Remove a checkpoint. A folder loses its name first, so that no kill leaves half of one under it."""
+    """Remove a checkpoint. A folder loses its name first: a kill never leaves half of one."""
     if os.path.isdir(path):
         os.rename(path, path + ".old.tmp")
         shutil.rmtree(path + ".old.tmp")
@@ -202,7 +188,7 @@ def remove(path):
 
 
 def remove_older(out_dir, path):
-    """Remove other checkpoints of the same kind as the one at path, and what interrupted saves left."""
+    """Remove other checkpoints of the kind of the one at path, and leftovers of killed saves."""
     kind = r"best_\d+" if os.path.basename(path).startswith("best") else r"ckpt\.pt|ckpt_\d+"
     for name in os.listdir(out_dir):
         other = os.path.join(out_dir, name)
@@ -212,8 +198,8 @@ def remove_older(out_dir, path):
             remove(other)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The index of a folder: where the parts of each tensor are. torch pickles it; JSON cannot carry code.
+# ------------------------------------------------------------------------------------------------
+# The index of a folder: where the parts of each tensor are. torch pickles it; JSON holds no code.
 
 
 class Writer(FileSystemWriter):
@@ -254,25 +240,27 @@ def read_index(folder):
             assert isinstance(tensor["dtype"], torch.dtype), f"{tensor['dtype']} is no dtype"
             for _, _, file, _, _ in tensor["parts"]:
                 assert os.path.basename(file) == file, f"{file!r} is not in the folder"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
         raise SystemExit(f"{folder} is no checkpoint of train.py: index.json: {error}")
     return index
 
 
-def read_tensors(folder, prefix, like=None):
-    """{NAME: tensor} for the tensors PREFIX.NAME of a folder. like(NAME) is a parameter or None: a tensor of its shape
-    is sharded as it is, so that each rank reads only its own part."""
+def read_tensors(folder, prefix, params=None):
+    """{NAME: tensor} for the tensors PREFIX.NAME of a folder.
+
+    params: the parameters that names such as "3.exp_avg" count. A tensor of a parameter's shape is
+    sharded as the parameter is, so that each rank reads only its own part.
+    """
     tensors = {}
     try:
-        for name, tensor in read_index(folder).items():
-            if name.startswith(prefix + "."):
-                p = like(name.removeprefix(prefix + ".")) if like else None
-                sharded = isinstance(p, DTensor) and list(p.shape) == tensor["size"]
-                tensors[name] = (
-                    torch.empty_like(p)
-                    if sharded
-                    else torch.empty(tensor["size"], dtype=tensor["dtype"])
-                )
+        for key, tensor in read_index(folder).items():
+            name = key.removeprefix(prefix + ".")
+            if name != key:
+                p = None if params is None else params[int(name.partition(".")[0])]
+                if isinstance(p, DTensor) and list(p.shape) == tensor["size"]:
+                    tensors[key] = torch.empty_like(p)
+                else:
+                    tensors[key] = torch.empty(tensor["size"], dtype=tensor["dtype"])
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"
@@ -284,7 +272,7 @@ def read_tensors(folder, prefix, like=None):
 
 
 def describe(error):
-    """The first line of an error. torch wraps the errors of each rank in one that names none of them."""
+    """The first line of an error. torch wraps the errors of the ranks in one that names none."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,17 +1,17 @@
 """
-Settings are the plain assignments at the top of a script, each with its comment:
+Settings are plain assignments at the top of a script, each with a comment:
 
-    batch_size = 16  # sequences a micro-step                <- the default gives the type
-    flops_budget: float | None = None  # FLOPs to spend      <- None does not, so an annotation gives it
+    batch_size = 16  # sequences per micro-step              <- the default gives the type
+    flops_budget: float | None = None  # FLOPs to spend      <- None gives none: annotate it
     settings, given = configure(globals(), argv=sys.argv[1:])
 
 All lower-case assignments above that line, or above the first function, are settings.
-They are overridden, in the order given, by files and by --key=value:
+Config files and --key=value override them, in the order given:
 
     python train.py config/gpt2_124m.py --learning_rate=3e-4
 
-A dataclass passed behind globals() has its fields as settings too. A config file holds lines of key = literal; it is
-read, never run.
+The fields of dataclasses passed to configure are settings too. A config file holds lines of
+key = literal. It is parsed, never run.
 """
 
 import ast
@@ -32,9 +32,10 @@ class Setting(NamedTuple):
 
 
 def configure(namespace, *dataclasses, argv):
-    """Put a script's settings into its namespace. Returns (all settings, those that were given), two dicts.
+    """Set the settings in a script's namespace. Returns two dicts: (all settings, given settings).
 
-    All settings are the script's and the dataclasses'. Given ones come from a config file or the command line.
+    All settings are those of the script and of the dataclasses. Given settings come from config
+    files and from the command line.
     """
     own = read_settings(open(namespace["__file__"]).read())
     known = dict(own)
@@ -46,9 +47,8 @@ def configure(namespace, *dataclasses, argv):
     for source, key, value in overrides(argv, known):
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
-            raise SystemExit(
-                f"{source}: there is no setting {key!r}; the nearest is {near!r}; --help lists them all"
-            )
+            unknown = f"{source}: there is no setting {key!r}; the nearest is {near!r}"
+            raise SystemExit(f"{unknown}; --help lists them all")
         given[key] = convert(source, key, value, known[key].types)
     values = {key: setting.default for key, setting in known.items()} | given
     namespace.update({key: values[key] for key in own})
@@ -56,12 +56,11 @@ def configure(namespace, *dataclasses, argv):
 
 
 def read_settings(text, of=None):
-    """The settings that a script, or the dataclass `of` in it, declares: {name: Setting}"""
+    """{name: Setting} of the settings in the source text, or in its dataclass `of`."""
     body = ast.parse(text).body
     if of is not None:
-        body = next(
-            node for node in body if isinstance(node, ast.ClassDef) and node.name == of
-        ).body
+        classes = (node for node in body if isinstance(node, ast.ClassDef))
+        body = next(node for node in classes if node.name == of).body
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
     settings = {}
@@ -72,18 +71,17 @@ def read_settings(text, of=None):
             continue
         name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
         if name != name.lower():
-            continue  # an upper-case name is a constant
-        default, types = ast.literal_eval(node.value), None
+            continue  # a constant
+        default = ast.literal_eval(node.value)
+        types = (type(default),)
         if isinstance(node, ast.AnnAssign):
             types = tuple(TYPES[t.strip()] for t in ast.unparse(node.annotation).split("|"))
-        settings[name] = Setting(
-            default, types or (type(default),), comments.get(node.end_lineno, "")
-        )
+        settings[name] = Setting(default, types, comments.get(node.end_lineno, ""))
     return settings
 
 
 def overrides(argv, known):
-    """What the command line and the files it names say, in order: (where it says so, key, value)"""
+    """Yield (source, key, value) from the command line and the config files it names, in order."""
     for arg in argv:
         if arg.startswith("--"):
             key, equals, text = arg[2:].partition("=")
@@ -95,7 +93,7 @@ def overrides(argv, known):
 
 
 def literal(text, types):
-    """The Python literal that text spells; text itself where it spells none, or where a string is meant."""
+    """Parse text as a Python literal. If that fails, or only a string fits, return the text."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError):
@@ -104,14 +102,14 @@ def literal(text, types):
 
 
 def read_file(path):
+    """Yield (path, key, value) for every line of a config file."""
+    hint = "settings are written --key=value"
     try:
         body = ast.parse(open(path).read()).body
     except FileNotFoundError:
-        raise SystemExit(f"{path}: no such config file; settings are written --key=value")
+        raise SystemExit(f"{path}: no such config file; {hint}") from None
     except (OSError, ValueError, SyntaxError) as error:
-        raise SystemExit(
-            f"{path}: not a readable config file ({error}); settings are written --key=value"
-        )
+        raise SystemExit(f"{path}: not a readable config file ({error}); {hint}") from None
     for node in body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
@@ -119,13 +117,13 @@ def read_file(path):
             (target,) = node.targets
             yield path, target.id, ast.literal_eval(node.value)
         except (AttributeError, ValueError, TypeError):
-            raise SystemExit(
-                f"{path}, line {node.lineno}: expected key = literal, got {ast.unparse(node)!r}"
-            )
+            line = f"{path}, line {node.lineno}"
+            got = ast.unparse(node)
+            raise SystemExit(f"{line}: expected key = literal, got {got!r}") from None
 
 
 def convert(source, key, value, types):
-    """value as one of types: itself, an int as a float, 1e6 as an int; anything else is an error."""
+    """Return value as one of types. An int may become a float, and a whole float an int."""
     if type(value) in types:
         return value
     if type(value) is int and float in types:

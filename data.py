@@ -1,8 +1,8 @@
 """
-Data: tokenizers, text files, shards of token ids, and the batches that train.py and eval.py read from them.
+Data: tokenizers, text files, shards of token ids, and batches for training and evaluation.
 
-A shard is a 64-byte header followed by token ids. prepare_c4.py writes shards; this file reads them. meta.json in the
-same folder lists the shards with their lengths and sha256.
+A shard is a 64-byte header followed by token ids. prepare_c4.py writes shards; this file reads
+them. meta.json in the same folder lists the shards with their lengths and sha256.
 """
 
 import base64
@@ -29,13 +29,13 @@ PATIENCE = 3600  # seconds without a new record from the hub, after which readin
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Files
 
 
 @contextmanager
 def atomic(path):
-    """Open a file that takes its name once it is complete and on disk. An interrupted write leaves nothing behind."""
+    """Open a file that takes its name once it is complete and on disk, and not at all before."""
     try:
         with open(path + ".tmp", "wb") as file:
             yield file
@@ -58,12 +58,12 @@ def file_sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Tokenizers
 
 
 def get_tokenizer(name):
-    """A tiktoken Encoding: "bytes", a local .tiktoken file, or a name that tiktoken knows and downloads.
+    """A tiktoken Encoding: "bytes", a local .tiktoken file, or a name that tiktoken downloads.
 
     A .tiktoken file has lines of `base64 rank`; its text is split into words as gpt2 does.
     """
@@ -105,7 +105,7 @@ def token_dtype(n_vocab):
     return np.dtype("<u2" if n_vocab <= 2**16 else "<u4")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Text
 
 
@@ -142,8 +142,8 @@ def read_documents(path, column="text"):
 def read_hub(path, load):
     """Yield the records that load() reads from a file on the hub.
 
-    When the hub fails, wait, load again and skip the records already read. Where waiting cannot help, end with one
-    line.
+    When the hub fails, wait, load again and skip the records already read. Where waiting cannot
+    help, end with one line.
     """
     from datasets import config
     from huggingface_hub import HfFileSystem
@@ -158,7 +158,7 @@ def read_hub(path, load):
     done, pause, progress_at, listed = 0, 1, time.time(), False
     while True:
         try:
-            # load() reports a missing file even when the hub only failed to answer. info() does not.
+            # load() reports a missing file when the hub only failed to answer. info() does not.
             HfFileSystem().info(path)
             listed = True
             for record in islice(load(), done, None):
@@ -182,7 +182,7 @@ def read_hub(path, load):
         pause = min(2 * pause, 60)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Shards
 
 
@@ -206,7 +206,7 @@ def open_shard(path, meta, expected):
     _, version, itemsize, tokens, digest = HEADER.unpack(head)
     if version != VERSION:
         raise SystemExit(
-            f"{path} has format version {version}, this code reads {VERSION}: prepare the data again"
+            f"{path} has format version {version}, not {VERSION}: prepare the data again"
         )
     if digest.hex() != meta["tokenizer_sha256"] or itemsize != dtype.itemsize:
         raise SystemExit(
@@ -224,8 +224,10 @@ def open_shard(path, meta, expected):
 
 
 def split_sha256(directory, shards):
-    """sha256 that identifies the content of a split. meta.json has the hash of each shard that prepare_c4.py wrote;
-    older folders lack it, and then the files are read."""
+    """sha256 that identifies the content of a split.
+
+    meta.json has the hash of each shard. Older folders lack it, and then the shards are read.
+    """
     hashes = [
         shard.get("sha256") or file_sha256(os.path.join(directory, shard["file"]))
         for shard in shards
@@ -234,13 +236,13 @@ def split_sha256(directory, shards):
 
 
 class Windows:
-    """A split as windows of T + 1 tokens. Neighbours in a shard overlap by one token, so every token is predicted."""
+    """A split as windows of T + 1 tokens. Neighbours overlap by one: every token is predicted."""
 
     def __init__(self, directory, split, T):
         meta = read_meta(directory)
         if not meta["splits"][split]["complete"]:
             raise SystemExit(
-                f"{directory}: preparation of {split} was cut short: run prepare_c4.py again to finish it"
+                f"{directory}: preparation of {split} was cut short: run prepare_c4.py again"
             )
         shards = meta["splits"][split]["shards"]
         self.shards = [
@@ -260,7 +262,7 @@ class Windows:
         return self.shards[shard][start : start + self.T + 1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Batches
 
 
@@ -280,8 +282,9 @@ def to_batch(rows, device):
 class Loader:
     """Training batches: the windows in shuffled order, each once an epoch.
 
-    The windows of a batch are a function of (seed, step, micro-step, rank). Those of a whole step do not depend on the
-    number of ranks or on the batch size. A thread reads the next batch while the model trains on the present one.
+    The windows of a batch are a function of (seed, step, micro-step, rank). Those of a whole step
+    do not depend on the number of ranks or on the batch size. A thread reads the next batch while
+    the model trains on the present one.
     """
 
     def __init__(self, windows, batch_size, micro_steps, seed, rank=0, world=1, device="cpu"):
@@ -329,10 +332,11 @@ VAL_PARTS = {"all": slice(None), "tune": slice(0, None, 2), "report": slice(1, N
 
 
 def spread(windows, tokens=None, part="all"):
-    """Indices of about `tokens` tokens' worth of windows, evenly spaced over a split: the same for every run.
+    """Indices of windows with about `tokens` tokens, evenly spaced over a split, always the same.
 
-    part "tune" takes windows 0, 2, 4, ... and "report" windows 1, 3, 5, ...: settings are chosen on one half and losses
-    reported on the other. Both halves cover every document alike. tokens None: all windows of the part.
+    part "tune" takes windows 0, 2, 4, ... and "report" windows 1, 3, 5, ...: settings are chosen on
+    one half and losses reported on the other. Both halves cover every document alike.
+    tokens None: all windows of the part.
     """
     if part not in VAL_PARTS:
         raise SystemExit(f"val_part={part!r}: choose one of {', '.join(VAL_PARTS)}")
@@ -346,8 +350,8 @@ def spread(windows, tokens=None, part="all"):
 def eval_batches(windows, indices, batch_size, device, rank=0, world=1):
     """This rank's share of the windows at indices, as tensors (inputs, targets, ...).
 
-    The last batches are padded with repeated windows whose targets are -1, so that every rank has the same number of
-    batches and every batch the same shape.
+    The last batches are padded with repeated windows whose targets are -1. So every rank has the
+    same number of batches, and every batch the same shape.
     """
     count = len(indices)
     for first in range(0, count, batch_size * world):

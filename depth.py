@@ -1,6 +1,8 @@
 """
-What a model's stream does on its way through depth. Every question walks the blocks from outside, so that no forward
-has a line of it: batches are lists of (inputs, targets), answers are plain numbers, by block or by sublayer.
+What the residual stream does through depth, for eval.py and for the log of train.py.
+
+The model needs no hooks: these functions run its blocks one by one. `batches` is a list of (inputs,
+targets), (B, T) each. Results are plain numbers, one per block or one per sublayer.
 """
 
 import math
@@ -17,18 +19,20 @@ from norms import upcast
 
 @torch.no_grad()
 def walk(model, x):
-    """The forward in eval mode, by sublayer: (sublayer, its residual, what it read, the stream before and behind)"""
-    rope, sharded = (model.cos[: x.size(1)], model.sin[: x.size(1)]), isinstance(model, FSDPModule)
+    """Yield (sublayer, residual, its input, stream before, stream after) for ids x (B, T).
+
+    The model must be in eval mode.
+    """
+    rope = (model.cos[: x.size(1)], model.sin[: x.size(1)])
+    sharded = isinstance(model, FSDPModule)
     if sharded:
         model.unshard()
     stream = model.begin(x, torch.arange(x.size(1), device=x.device))
     for block in model.blocks:
         if sharded:
             block.unshard()
-        for sublayer, residual in (
-            (block.attn, block.attn_residual),
-            (block.mlp, block.mlp_residual),
-        ):
+        pairs = ((block.attn, block.attn_residual), (block.mlp, block.mlp_residual))
+        for sublayer, residual in pairs:
             h, before = residual.read(stream)
             stream = block.attend(stream, rope) if sublayer is block.attn else block.feed(stream)
             yield sublayer, residual, h, before, stream
@@ -36,37 +40,34 @@ def walk(model, x):
             block.reshard()
 
 
-DEAD = 0.01  # a NAG sublayer that turns by less than this, some half a degree, does nothing
+DEAD = 0.01  # |a| below this, a rotation of about half a degree, counts as no rotation
 
 
 @torch.no_grad()
 def gate_health(model, x):
-    """NAG on one batch: mean |a| of every sublayer, the share of all turns that are below DEAD, the sublayers whose
-    mean is"""
+    """NAG's gates on ids x (B, T): mean |a| of every sublayer, the share of all |a| below DEAD
+    ("floor"), and the number of sublayers whose mean is below DEAD ("dead")."""
     training = model.training
     model.eval()
     a = torch.stack([residual.turn(before.x).abs() for _, residual, _, before, _ in walk(model, x)])
     model.train(training)
-    mean = a.flatten(1).mean(1)  # of (2 n_layer, B, T, 1)
-    return {
-        "a": mean.tolist(),
-        "floor": float((a < DEAD).float().mean()),
-        "dead": int((mean < DEAD).sum()),
-    }
+    mean = a.flatten(1).mean(1)  # (2 n_layer,), from (2 n_layer, B, T, 1)
+    floor = float((a < DEAD).float().mean())
+    return {"a": mean.tolist(), "floor": floor, "dead": int((mean < DEAD).sum())}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The stream
 
 
 def degrees(x, y):
-    """Angle between vectors, averaged; exact for small ones, as the arc cosine is not"""
+    """Mean angle between vectors, in a form that stays exact for small angles, unlike acos."""
     x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
     return torch.rad2deg(2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))).mean()
 
 
 def sink(attention, h, rope):
-    """Attention that goes to the first token, averaged over heads and all queries that could look elsewhere"""
+    """Attention weight on the first token, averaged over heads and over all later queries."""
     q, (k, _) = attention.query(h, rope), attention.key_value(h, rope)
     k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
     scores = upcast(q @ k.mT) / q.size(-1) ** 0.5  # (B, H, T, T)
@@ -75,22 +76,27 @@ def sink(attention, h, rope):
 
 
 def describe(s, seen):
-    """The size and the shape of the vectors s (..., C) over their features, averaged, into seen"""
-    centred, square = s - s.mean(-1, keepdim=True), s.square().mean(-1)
-    variance, largest = centred.square().mean(-1), s.abs().amax(-1)
+    """Append means over the vectors s (..., C) to the lists in seen: their size and their shape."""
+    centred = s - s.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1)
+    rms = s.square().mean(-1).sqrt()
+    largest = s.abs().amax(-1)
     seen["variance"].append(s.var(-1).mean())
     seen["norm"].append(s.norm(dim=-1).mean())
     seen["magnitude"].append(s.abs().mean())
     seen["max"].append(largest.mean())
-    seen["max/rms"].append((largest / square.sqrt()).mean())
+    seen["max/rms"].append((largest / rms).mean())
     seen["kurtosis"].append((centred.pow(4).mean(-1) / variance.square()).mean())
 
 
 def look(model, x, y):
-    """One batch: {quantity: its mean behind the embedding and every block, or for every sublayer or attention}; the
-    mean direction of every sublayer's update (2 n_layer, C); and of every token the log of the last stream's rms, the
-    entropy of the prediction, the loss, the probability of the likeliest token and whether it was right"""
-    seen, preferred, first = defaultdict(list), [], None
+    """Measure one batch. Returns ({quantity: tensor}, directions, outcomes).
+
+    A quantity has one value per sublayer or block; those of describe start with the embedding's.
+    directions (2 n_layer, C) are the mean directions of the sublayers' updates.
+    """
+    seen, directions, first = defaultdict(list), [], None
+    rope = (model.cos[: x.size(1)], model.sin[: x.size(1)])
     for sublayer, residual, h, before, stream in walk(model, x):
         old, new = model.ends.additive(before), model.ends.additive(stream)
         if first is None:
@@ -99,80 +105,78 @@ def look(model, x, y):
         seen["rotation"].append(degrees(old, new))
         seen["update"].append(((new - old).square().mean(-1) / old.square().mean(-1)).sqrt().mean())
         seen["from embedding"].append(degrees(first, new))
-        preferred.append(F.normalize(new - old, dim=-1).flatten(0, 1).mean(0))
+        directions.append(F.normalize(new - old, dim=-1).flatten(0, 1).mean(0))
         if hasattr(residual, "turn"):
             seen["alpha"].append(residual.alpha[0])
             seen["a"].append(residual.turn(before.x).abs().mean())
         if isinstance(sublayer, Attention):
-            seen["sink"].append(sink(sublayer, h, (model.cos[: x.size(1)], model.sin[: x.size(1)])))
+            seen["sink"].append(sink(sublayer, h, rope))
         else:
             describe(new, seen)
             seen["cosine"].append(F.cosine_similarity(last, new, dim=-1).mean())
             last = new
+    seen = {key: torch.stack(values) for key, values in seen.items()}
+    return seen, torch.stack(directions), outcomes(model, stream, y)
+
+
+def outcomes(model, stream, y):
+    """Five values per token, (5, B T): log rms of the last stream, entropy of the prediction, loss,
+    probability of the likeliest token, and whether that token is right."""
+    log_rms = model.ends.additive(stream).square().mean(-1).log() / 2
     logp = F.linear(*model.ends.readout(stream, model.head.weight)).float().log_softmax(-1)
-    entropy, loss = -(logp.exp() * logp).sum(-1), -logp.gather(-1, y[..., None])[..., 0]
+    entropy = -(logp.exp() * logp).sum(-1)
+    loss = -logp.gather(-1, y[..., None])[..., 0]
     best, guess = logp.max(-1)
-    of_tokens = torch.stack(
-        [new.square().mean(-1).log() / 2, entropy, loss, best.exp(), (guess == y).float()]
-    )
-    return (
-        {k: torch.stack(v) for k, v in seen.items()},
-        torch.stack(preferred),
-        of_tokens.flatten(1),
-    )
+    return torch.stack([log_rms, entropy, loss, best.exp(), (guess == y).float()]).flatten(1)
 
 
 @torch.no_grad()
 def depth(model, batches):
-    """What the stream does through depth; for NAG, the additive stream that its lanes stand for"""
-    sums, n, preferred, of_tokens = defaultdict(float), sum(len(x) for x, _ in batches), 0.0, []
+    """The report on the stream through depth. NAG reports the additive stream of its two lanes."""
+    n = sum(len(x) for x, _ in batches)
+    sums, directions, tokens = defaultdict(float), 0.0, []
     for x, y in batches:
-        seen, directions, scalars = look(model, x, y)
-        for key, values in seen.items():
-            sums[key] = sums[key] + values * (len(x) / n)
-        preferred = preferred + directions * (len(x) / n)
-        of_tokens.append(scalars)
-    report, towards = (
-        {key: mean.tolist() for key, mean in sums.items()},
-        F.normalize(preferred, dim=-1),
-    )
-    report["similarity"] = (towards @ towards.T).tolist()
-    norm, entropy, loss, confidence, right = torch.cat(of_tokens, dim=1)
-    flat = norm.std() < 1e-4  # post-norm's is the same for all tokens
+        seen, of_batch, values = look(model, x, y)
+        for key, value in seen.items():
+            sums[key] = sums[key] + value * (len(x) / n)
+        directions = directions + of_batch * (len(x) / n)
+        tokens.append(values)
+    report = {key: mean.tolist() for key, mean in sums.items()}
+    directions = F.normalize(directions, dim=-1)
+    report["similarity"] = (directions @ directions.T).tolist()
+
+    norm, entropy, loss, confidence, right = torch.cat(tokens, dim=1)
+    constant = norm.std() < 1e-4  # post-norm gives all tokens one norm: no correlation is defined
     for name, other in (("norm and entropy", entropy), ("norm and loss", loss)):
-        report[name] = None if flat else float(torch.corrcoef(torch.stack([norm, other]))[0, 1])
-    report["by norm"] = means_by(
-        norm.argsort().argsort() * 10 // len(norm), norm=norm, entropy=entropy, loss=loss
-    )
-    report["calibration"] = means_by(
-        (confidence * 10).long().clamp(max=9), confidence=confidence, accuracy=right
-    )
-    gap = [
-        abs(c - a) * s
-        for c, a, s in zip(*(report["calibration"][k] for k in ("confidence", "accuracy", "share")))
-    ]
-    report["calibration error"] = sum(gap)
+        correlation = torch.corrcoef(torch.stack([norm, other]))[0, 1]
+        report[name] = None if constant else float(correlation)
+    tenth = norm.argsort().argsort() * 10 // len(norm)
+    report["by norm"] = means_by(tenth, norm=norm, entropy=entropy, loss=loss)
+    tenth = (confidence * 10).long().clamp(max=9)
+    calibration = means_by(tenth, confidence=confidence, accuracy=right)
+    report["calibration"] = calibration
+    rows = zip(*(calibration[key] for key in ("confidence", "accuracy", "share")))
+    report["calibration error"] = sum(abs(c - a) * share for c, a, share in rows)
     return report
 
 
 def means_by(group, **values):
-    """Means over the tokens of each group, of those that have any, and the share of the tokens that they are"""
+    """Means of the values (N,) per non-empty group, and each group's share. group (N,): numbers."""
     count = torch.bincount(group)
     filled = count > 0
-    means = {
-        k: (torch.bincount(group, v.double()) / count)[filled].tolist() for k, v in values.items()
-    }
+    means = {}
+    for key, value in values.items():
+        means[key] = (torch.bincount(group, value.double()) / count)[filled].tolist()
     return means | {"share": (count / len(group))[filled].tolist()}
 
 
 @torch.no_grad()
 def dropped(model, batches):
-    """How much the loss rises when a block is left out, one after the other"""
+    """How much the loss rises without block 0, without block 1, and so on: n_layer numbers."""
+    n = sum(len(x) for x, _ in batches)
 
     def loss():
-        return sum(float(model(x, y)[1]) * len(x) for x, y in batches) / sum(
-            len(x) for x, _ in batches
-        )
+        return sum(float(model(x, y)[1]) * len(x) for x, y in batches) / n
 
     blocks, losses, complete = model.blocks, [], loss()
     for b in range(len(blocks)):
@@ -183,25 +187,27 @@ def dropped(model, batches):
 
 
 def gradients(model, x, y):
-    """The norm of the gradient of the loss for the parameters of each block"""
+    """The norm of the loss gradient with respect to the parameters of each block."""
     model.zero_grad()
     model(x, y)[1].backward()
-    squares = [
-        sum(float(p.grad.square().sum()) for p in b.parameters() if p.grad is not None)
-        for b in model.blocks
-    ]
+    norms = []
+    for block in model.blocks:
+        grads = (p.grad for p in block.parameters() if p.grad is not None)
+        norms.append(math.sqrt(sum(float(grad.square().sum()) for grad in grads)))
     model.zero_grad()
-    return [math.sqrt(square) for square in squares]
+    return norms
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Mixture of Depths
 
 
 @torch.no_grad()
 def skipping(model, batches, ids):
-    """Who skips what under the causal rule: the share that skips each sublayer that has a router, and for one text
-    which of its tokens ran where"""
+    """Which tokens skip under the causal rule, Eq. 3 of mod.py, at each sublayer with a router.
+
+    Returns the share that skips each one and, for the text ids (T,), a map of 1 (runs) or 0.
+    """
 
     def runs(x):
         ran = []
@@ -216,6 +222,6 @@ def skipping(model, batches, ids):
     skipped = sum((~runs(x)).float().mean((1, 2)) * (len(x) / n) for x, _ in batches)
     where = [f"{kind} {b}" for b, block in enumerate(model.blocks) for kind in ("attn", "mlp")
              if getattr(block, kind + "_router") is not None]  # fmt: skip
-    map_of = runs(torch.tensor([ids], device=batches[0][0].device))[:, 0].int().tolist()
+    text = torch.tensor([ids], device=batches[0][0].device)
     report = {"skipped": skipped.tolist(), "rate": float(skipped.mean())}
-    return report | {"where": where, "tokens": ids, "map": map_of}
+    return report | {"where": where, "tokens": ids, "map": runs(text)[:, 0].int().tolist()}

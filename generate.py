@@ -1,6 +1,6 @@
 """
-From a model, text: one token after the other, with keys and values kept. Any mode, dense or with experts, whether
-tokens may skip or not: the forward is the one of model.py.
+Generate text token by token with a KV cache. The forward is that of model.py, so every residual
+mode works, with or without experts and Mixture of Depths.
 """
 
 import math
@@ -11,16 +11,16 @@ import torch
 import bhyt
 import nag
 
-FOLDS = {
-    "nag": nag.fold,
-    "bhyt": bhyt.fold,
-    "bhyt_exact": bhyt.fold,
-}  # what a mode can work out before the first token
+# functions that precompute weights for inference, which cannot be undone
+FOLDS = {"nag": nag.fold, "bhyt": bhyt.fold, "bhyt_exact": bhyt.fold}
 
 
 class KVCache:
-    """Keys and values of every layer, at their full length from the start, so that no shape ever changes; how much of
-    it is filled is a tensor, so that a compiled step knows no number that moves."""
+    """Keys and values of every layer, allocated at full length so that shapes never change.
+
+    kv: n_layer pairs (B, G, length, D). at: the number of filled positions, a tensor, because a
+    compiled step would recompile for every new Python number.
+    """
 
     def __init__(self, model, batch, length):
         config, w = model.config, model.embed.weight
@@ -32,19 +32,15 @@ class KVCache:
             for _ in range(config.n_layer)
         ]
         self.at = torch.zeros((), dtype=torch.int64, device=w.device)
-        for tensor in (
-            self.at,
-            *sum(self.kv, []),
-        ):  # CUDA graphs write to what never moves, or not at all
+        for tensor in (self.at, *sum(self.kv, [])):  # CUDA graphs need fixed addresses to write to
             torch._dynamo.mark_static_address(tensor)
 
 
 def sample(logits, temperature, top_k, top_p):
-    """One id for each row of logits (B, V): (B, 1)"""
+    """Sample one id per row: (B, V) -> (B, 1)."""
     if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and top_p <= 0):
-        raise ValueError(
-            f"{temperature=}, {top_k=}, {top_p=}: temperature is at least 0, top_k at least 1, top_p above 0"
-        )
+        given = f"{temperature=}, {top_k=}, {top_p=}"
+        raise ValueError(f"{given}: temperature is at least 0, top_k at least 1, top_p above 0")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature
@@ -54,32 +50,34 @@ def sample(logits, temperature, top_k, top_p):
     if top_p is not None:
         order = logits.argsort(descending=True)
         p = logits.softmax(-1).gather(-1, order)
-        out = p.cumsum(-1) - p >= top_p  # the likeliest always stays
-        logits = logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -math.inf)
+        removed = p.cumsum(-1) - p >= top_p  # never the likeliest token
+        removed = torch.zeros_like(removed).scatter(-1, order, removed)
+        logits = logits.masked_fill(removed, -math.inf)
     return torch.multinomial(logits.softmax(-1), 1)
 
 
 def next_token(model, new, cache, temperature, top_k, top_p, n_vocab):
-    return sample(
-        model(new, cache=cache, last=True)[0][:, -1, :n_vocab].float(), temperature, top_k, top_p
-    )
+    logits = model(new, cache=cache, last=True)[0][:, -1, :n_vocab].float()
+    return sample(logits, temperature, top_k, top_p)
 
 
 def compiled_step(device):
-    """next_token as one graph for the step of one token. On CUDA a CUDA graph, so that a step is one launch. On a CPU
-    with products of a single row as sums of the compiler's, which read bfloat16 weights twice as fast as the library"""
-    how = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
+    """next_token compiled as one graph, for one new token per row.
+
+    On CUDA it is a CUDA graph: one launch per step. On a CPU, products with a single row become
+    sums in the compiler's own code, which reads bfloat16 weights twice as fast as the library.
+    """
+    options = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
     if device.type == "cpu":
         from torch._inductor.fx_passes import decompose_mem_bound_mm
 
-        decompose_mem_bound_mm.cpu_max_other_dimension_decomposition = (
-            sys.maxsize
-        )  # of any size, not up to 2048 alone
-        how = {"options": {"post_grad_fusion_options": {"decompose_mm_pass": {}}}}
-    return torch.compile(next_token, fullgraph=True, dynamic=False, **how)
+        # the default limits the size of the matrix
+        decompose_mem_bound_mm.cpu_max_other_dimension_decomposition = sys.maxsize
+        options = {"options": {"post_grad_fusion_options": {"decompose_mm_pass": {}}}}
+    return torch.compile(next_token, fullgraph=True, dynamic=False, **options)
 
 
-CHECK = 16  # steps between looks at whether every row has met the stop token, each of which waits for the device
+CHECK = 16  # steps between checks whether all rows have stopped; each check waits for the device
 
 
 @torch.no_grad()
@@ -94,28 +92,27 @@ def stream_tokens(
     n_vocab=None,
     compile=False,
 ):
-    """Yield the next token of each row, (B, 1), max_new_tokens times, or less if every row has met the stop token: what
-    comes behind a row's is that token again, CHECK times at most. temperature 0 is greedy; n_vocab: how many ids the
-    tokenizer has, where the model's vocabulary is padded; compile: the step of one token, as one graph.
-    When the window is full, the newest half of it is read again and generation goes on from there."""
-    size, how = model.config.block_size, (temperature, top_k, top_p, n_vocab)
+    """Yield the next token of each row of idx (B, T), as (B, 1), up to max_new_tokens times.
+
+    temperature: 0 is greedy. stop: an id that ends a row; the row then repeats it, and generation
+    ends at the first check after all rows have stopped. n_vocab: the number of ids the tokenizer
+    has, if the model's vocabulary is padded. compile: use compiled_step.
+    When the context is full, its newest half becomes the new prompt.
+    """
+    size = model.config.block_size
+    options = (temperature, top_k, top_p, n_vocab)
     step = compiled_step(idx.device) if compile else next_token
     cache = KVCache(model, idx.size(0), min(size, idx.size(1) + max_new_tokens))
-    text, new, filled, done = (
-        [idx],
-        idx[:, -size:],
-        0,
-        torch.zeros_like(idx[:, :1], dtype=torch.bool),
-    )
+    text, new, filled = [idx], idx[:, -size:], 0
+    done = torch.zeros_like(idx[:, :1], dtype=torch.bool)
     for i in range(1, max_new_tokens + 1):
         if filled + new.size(1) > size:
-            text, filled = [torch.cat(text, dim=1)[:, -max(1, size // 2) :]], 0
-            new = text[0]
+            new = torch.cat(text, dim=1)[:, -max(1, size // 2) :]
+            text, filled = [new], 0
             cache.at.zero_()
         filled += new.size(1)
-        new = (step if new.size(1) == 1 else next_token)(
-            model, new, cache, *how
-        ).clone()  # a graph reuses its output
+        run = step if new.size(1) == 1 else next_token
+        new = run(model, new, cache, *options).clone()  # a CUDA graph reuses its output
         if stop is not None:
             new = new.masked_fill(done, stop)
             done = done | (new == stop)
@@ -125,12 +122,10 @@ def stream_tokens(
             return
 
 
-def generate(model, idx, max_new_tokens, stop=None, **how):
-    """The prompt with what stream_tokens yields behind it, (B, T + at most max_new_tokens)"""
-    text = torch.cat((idx, *stream_tokens(model, idx, max_new_tokens, stop=stop, **how)), dim=1)
+def generate(model, idx, max_new_tokens, stop=None, **options):
+    """idx (B, T) followed by the tokens of stream_tokens, cut where the last row stops."""
+    text = torch.cat((idx, *stream_tokens(model, idx, max_new_tokens, stop=stop, **options)), dim=1)
     if stop is None:
         return text
-    before = (text[:, idx.size(1) :] == stop).cumsum(
-        1
-    ) == 0  # the tokens before each row's first stop
+    before = (text[:, idx.size(1) :] == stop).cumsum(1) == 0  # tokens before a row's first stop
     return text[:, : idx.size(1) + 1 + int(before.sum(1).max())]

@@ -1,11 +1,13 @@
 """
-Fine-tuning: low-rank adapters in place of the weights (LoRA, Hu et al. 2021, arXiv 2106.09685), and conversations in
-place of plain text.
+Fine-tuning with low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) and on conversations.
 
-    y = W x + b + (alpha / rank) B A dropout(x)     W and b frozen, A (rank, in) random, B (out, rank) from zero     (1)
+    y = W x + b + (alpha / rank) B A dropout(x)                                                 (1)
+        W and b are frozen; A (rank, in) starts random, B (out, rank) at zero
 
-    python train.py config/sft_lima.py --init_from=out/ckpt.pt --out_dir=out/sft        the adapters alone are saved
-    python lora.py out/sft/ckpt.pt out/merged.pt                                        merged into a whole checkpoint
+Differs from the paper: A starts uniform, as nn.Linear does, where the paper has a Gaussian.
+
+    python train.py config/sft_lima.py --init_from=out/ckpt.pt --out_dir=out/sft  # saves adapters
+    python lora.py out/sft/ckpt.pt out/merged.pt  # merges them into a complete checkpoint
 """
 
 import hashlib
@@ -26,34 +28,32 @@ from model import GPT, GPTConfig
 TARGETS = ("wq", "wk", "wv", "wo", "up", "gate", "down")  # the linears of a block
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Adapters
 
 
 class Adapted(nn.Linear):
     def __init__(self, linear, rank, alpha, dropout):
-        super().__init__(
-            linear.in_features, linear.out_features, linear.bias is not None, device="meta"
-        )
-        self.weight, self.bias = linear.weight, linear.bias  # the very same ones
+        has_bias = linear.bias is not None
+        super().__init__(linear.in_features, linear.out_features, has_bias, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias  # shared, not copied
         device = linear.weight.device
-        self.A = nn.Parameter(
-            nn.init.kaiming_uniform_(torch.empty(rank, self.in_features, device=device), 5**0.5)
-        )
+        A = torch.empty(rank, self.in_features, device=device)
+        self.A = nn.Parameter(nn.init.kaiming_uniform_(A, 5**0.5))
         self.B = nn.Parameter(torch.zeros(self.out_features, rank, device=device))
-        self.scale, self.drop, self.plain = alpha / rank, nn.Dropout(dropout), None
+        self.scale = alpha / rank
+        self.drop = nn.Dropout(dropout)
+        self.plain = None  # while merged: the weight without the adapter
 
     def forward(self, x):
         y = super().forward(x)
-        return (
-            y
-            if self.plain is not None
-            else y + self.scale * F.linear(F.linear(self.drop(x), self.A), self.B)
-        )  # (1)
+        if self.plain is not None:
+            return y
+        return y + self.scale * F.linear(F.linear(self.drop(x), self.A), self.B)  # Eq. 1
 
     @torch.no_grad()
     def merge(self):
-        """Have W do what W and the adapter did; W itself is kept, so that unmerge gives back its every bit."""
+        """Add the adapter to W. A copy of W is kept, so that unmerge restores it exactly."""
         self.plain = self.weight.clone()
         self.weight += self.scale * (self.B @ self.A)
 
@@ -64,17 +64,14 @@ class Adapted(nn.Linear):
 
 
 def adapt(model, rank, alpha, dropout, targets):
-    """Freeze the model and give the linears named in targets, "wq,wv" for instance, an adapter each."""
-    names, found = (
-        targets.split(","),
-        {n for n, m in model.blocks.named_modules() if type(m) is nn.Linear},
-    )
+    """Freeze the model and add an adapter to each linear named in targets, such as "wq,wv"."""
+    names = targets.split(",")
+    found = {name for name, m in model.blocks.named_modules() if type(m) is nn.Linear}
     available = [name for name in TARGETS if any(n.endswith("." + name) for n in found)]
     for name in names:
         if name not in available:
-            raise ValueError(
-                f"lora_targets={targets!r}: {name!r} is not one of {', '.join(available)}"
-            )
+            choices = ", ".join(available)
+            raise ValueError(f"lora_targets={targets!r}: {name!r} is not one of {choices}")
     model.requires_grad_(False)
     for module in [*model.blocks.modules()]:
         for name, linear in [*module.named_children()]:
@@ -88,7 +85,7 @@ def adapters(model):
 
 @contextmanager
 def merged(model):
-    """The adapters merged for a while, for what reads weights and not outputs; nothing where there are none"""
+    """In a with block: merge the adapters, for code that reads weights instead of outputs."""
     for module in adapters(model):
         module.merge()
     yield
@@ -97,20 +94,19 @@ def merged(model):
 
 
 def frozen(model):
-    """Names of the parameters that do not learn"""
-    return {
-        name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
-    }
+    """Names of the parameters that are not trained. Tied parameters appear under each name."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name for name, p in parameters if not p.requires_grad}
 
 
 def trained(model):
-    """The state dict without what is frozen"""
+    """The state dict without the frozen parameters."""
     left_out = frozen(model)
     return {name: x for name, x in model.state_dict().items() if name not in left_out}
 
 
 def digest(path):
-    """sha256 of a checkpoint, a file or a folder."""
+    """sha256 of a checkpoint, which is a file or a folder."""
     if not os.path.isdir(path):
         return file_sha256(path)
     parts = [file_sha256(os.path.join(path, name)) for name in sorted(os.listdir(path))]
@@ -118,15 +114,14 @@ def digest(path):
 
 
 def load_state(model, state):
-    """Load the weights of a checkpoint. One that holds only adapters names the checkpoint with the other weights."""
+    """Load a checkpoint's weights. A checkpoint of adapters names the base that has the rest."""
     lora = state.get("lora")
     if lora is None:
         try:
             model.load_state_dict(state["model"])
         except RuntimeError as error:
-            raise SystemExit(
-                f"{state['path']} does not fit its own settings: {' '.join(str(error).split())}"
-            )
+            reason = " ".join(str(error).split())
+            raise SystemExit(f"{state['path']} does not fit its own settings: {reason}") from None
         return
     if not os.path.exists(lora["base"]) or digest(lora["base"]) != lora["sha256"]:
         raise SystemExit(f"the adapters belong to {lora['base']}, which is gone or has changed")
@@ -138,7 +133,7 @@ def load_state(model, state):
 
 
 def load_model(path, device="cpu"):
-    """(state, model) of a checkpoint: in eval mode, with its adapters merged."""
+    """Load a checkpoint as (state, model). The model is in eval mode, with adapters merged."""
     state = checkpoint.load(path)
     model = GPT(GPTConfig(**state["config"]))
     model.loss_chunk = state["settings"].get("loss_chunk")
@@ -153,41 +148,43 @@ def load_model(path, device="cpu"):
 def begin(model, state, wanted):
     """Load a checkpoint to fine-tune it, and add adapters if wanted["rank"] is above 0.
 
-    Returns what the checkpoints of this run say about their adapters; None without adapters.
+    Returns the description of the adapters for this run's checkpoints; None without adapters.
     """
     load_state(model, state)
     if not wanted["rank"]:
         return state.get("lora")
+    path = state["path"]
     if state.get("lora"):
-        raise ValueError(
-            f"{state['path']} holds adapters: merge them first with python lora.py {state['path']} TO"
-        )
+        raise ValueError(f"{path} holds adapters: merge them first with python lora.py {path} TO")
     adapt(model, **wanted)
-    return wanted | {"base": os.path.abspath(state["path"]), "sha256": digest(state["path"])}
+    return wanted | {"base": os.path.abspath(path), "sha256": digest(path)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Conversations
 
-ASK, ANSWER = (
-    "User: {}\n\nAssistant:",
-    " {}",
-)  # the chat template; end-of-text before the first and behind every answer
-VAL_SHARE = 0.1  # of the conversations, at least one, are kept for validation
+# the chat template; end-of-text comes before the first question and after every answer
+ASK = "User: {}\n\nAssistant:"
+ANSWER = " {}"
+VAL_SHARE = 0.1  # of the conversations, but at least one, are for validation
 
 
 def encode(turns, encoding):
-    """Ids of a conversation, and which of them are the assistant's"""
-    ids, own = [encoding.eot_token], [False]
+    """Token ids of a conversation, and a flag for each: whether it belongs to an answer."""
+    ids, is_answer = [encoding.eot_token], [False]
     for question, answer in zip(turns[::2], turns[1::2]):
         asked = encoding.encode_ordinary(ASK.format(question))
         answered = [*encoding.encode_ordinary(ANSWER.format(answer)), encoding.eot_token]
-        ids, own = ids + asked + answered, own + [False] * len(asked) + [True] * len(answered)
-    return ids, own
+        ids += asked + answered
+        is_answer += [False] * len(asked) + [True] * len(answered)
+    return ids, is_answer
 
 
 def read_conversations(source):
-    """Lists of turns, the user's and the assistant's in alternation: LIMA's records {"conversations": [...]}"""
+    """Yield conversations: lists of alternating user and assistant turns.
+
+    source: a .json or .jsonl file, or a dataset on the hub, with LIMA's {"conversations": [...]}.
+    """
     if os.path.exists(source):
         records = map(json.loads, filter(str.strip, open(source, encoding="utf-8")))
     elif str(source).endswith((".json", ".jsonl")):
@@ -199,56 +196,56 @@ def read_conversations(source):
     for n, record in enumerate(records):
         turns = record.get("conversations")
         if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-            raise SystemExit(
-                f"{source}: record {n} is not {{'conversations': ['question', 'answer', ...]}}"
-            )
+            expected = "{'conversations': ['question', 'answer', ...]}"
+            raise SystemExit(f"{source}: record {n} is not {expected}")
         if len(turns) > 1:
             yield turns
 
 
 def split_conversations(source, split):
-    """The conversations of "train" or "val", in the order of the file. Those with the smallest hashes are for val, so
-    that a new conversation moves few others."""
-    every = list(read_conversations(source))
-    if len(every) < 2:
-        raise SystemExit(
-            f"{source}: {len(every)} conversations; at least 2 are needed, one each for train and val"
-        )
-    hashes = [
-        hashlib.sha256("\n".join(turns).encode("utf-8", "surrogatepass")).hexdigest()
-        for turns in every
-    ]
-    order = sorted(range(len(every)), key=lambda i: (hashes[i], i))
-    val = set(order[: max(1, round(VAL_SHARE * len(every)))])
-    return [turns for i, turns in enumerate(every) if (i in val) == (split == "val")]
+    """The conversations of "train" or "val", in file order. Those with the smallest hashes are for
+    validation, so that a new conversation moves few others."""
+    conversations = list(read_conversations(source))
+    n = len(conversations)
+    if n < 2:
+        raise SystemExit(f"{source}: {n} conversations; at least 2 are needed, for train and val")
+    texts = ("\n".join(turns).encode("utf-8", "surrogatepass") for turns in conversations)
+    hashes = [hashlib.sha256(text).hexdigest() for text in texts]
+    order = sorted(range(n), key=lambda i: (hashes[i], i))
+    val = set(order[: max(1, round(VAL_SHARE * n))])
+    return [turns for i, turns in enumerate(conversations) if (i in val) == (split == "val")]
 
 
 class Conversations:
-    """Conversations packed into rows (3, T): inputs, targets, and the number of the conversation each token is from.
+    """Conversations packed into rows (3, T): inputs, targets, and the number of the conversation.
 
-    Attention is masked between the conversations of a row. Only answers are targets; all else, and the padding, has
-    target -1. A conversation longer than a row is cut. (With mod.py, the tokens of a row do compete for who runs.)
+    Attention is masked between the conversations of a row. Targets are -1, which the loss ignores,
+    for everything except answers, including padding. Conversations longer than a row are cut.
+    Mixture of Depths still picks its k tokens from the whole row, across conversations.
     """
 
     def __init__(self, source, split, encoding, T):
-        self.rows, self.T, room, self.kept, self.cut, self.dropped = [], T, 0, 0, 0, 0
+        self.rows, self.T = [], T
+        self.kept, self.cut, self.dropped = 0, 0, 0
+        room = 0  # free places in the last row
         for turns in split_conversations(source, split):
-            ids, own = encode(turns, encoding)
-            x, y = ids[:-1][:T], [i if answer else -1 for i, answer in zip(ids, own)][1 : T + 1]
+            ids, is_answer = encode(turns, encoding)
+            x = ids[:-1][:T]
+            y = [i if answer else -1 for i, answer in zip(ids, is_answer)][1 : T + 1]
             if max(y) < 0:  # the answer begins after the cut
                 self.dropped += 1
                 continue
-            self.kept, self.cut = self.kept + 1, self.cut + (len(ids) > T + 1)
+            self.kept += 1
+            self.cut += len(ids) > T + 1
             if len(x) > room:
                 self.rows.append(np.stack([np.zeros(T, int), np.full(T, -1), np.zeros(T, int)]))
                 room = T
-            at = slice(T - room, T - room + len(x))
-            self.rows[-1][:, at] = x, y, [self.rows[-1][2].max() + 1] * len(x)
+            row = self.rows[-1]
+            row[:, T - room : T - room + len(x)] = x, y, [row[2].max() + 1] * len(x)
             room -= len(x)
         if not self.rows:
-            raise SystemExit(
-                f"{source}: all conversations for {split} are longer than block_size={T} before the answer"
-            )
+            reason = f"are longer than block_size={T} before the answer"
+            raise SystemExit(f"{source}: all conversations for {split} {reason}")
         self.sha256 = hashlib.sha256(np.stack(self.rows).tobytes()).hexdigest()
 
     def __len__(self):
@@ -259,7 +256,10 @@ class Conversations:
 
 
 def shares_of(batches, world):
-    """What the mean loss of each micro-batch counts in the mean over the step's answers, on all ranks together"""
+    """Weights of the micro-batches' mean losses, (micro-steps,), by their number of answer tokens.
+
+    With gradients averaged over ranks, they give the mean over all answer tokens of the step.
+    """
     counts = torch.stack([(y >= 0).sum() for _, y, _ in batches]).float()
     total = counts.sum()
     if world > 1:
@@ -268,13 +268,12 @@ def shares_of(batches, world):
 
 
 def main(path, to):
-    """Write a checkpoint with its adapters merged, from which any run can start."""
+    """Write a checkpoint with its adapters merged. Any run can start from it."""
     state, model = load_model(path)
     if state.pop("lora", None) is None:
         raise SystemExit(f"{path} has no adapters to merge")
-    state["model"] = {
-        k: v for k, v in model.state_dict().items() if k.rpartition(".")[2] not in ("A", "B")
-    }
+    weights = model.state_dict().items()
+    state["model"] = {k: v for k, v in weights if k.rpartition(".")[2] not in ("A", "B")}
     state.pop("path")
     checkpoint.save(to, state | {"optimizers": []})
 

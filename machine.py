@@ -17,13 +17,14 @@ except ImportError:  # Windows does not have it
     resource = None
 
 PEAK_FLOPS = {  # dense bfloat16 FLOP/s from the data sheets; other devices get no MFU
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
-    "A40": 150e12, "A10G": 70e12, "L4": 121e12, "RTX 6000 Ada": 364e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
+    "L40S": 362e12, "A40": 150e12, "A10G": 70e12, "L4": 121e12, "RTX 6000 Ada": 364e12,
+    "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
 
 def pick_device(name, local_rank=0):
-    """The torch.device that a setting names. auto: CUDA if there is any, else Apple's mps, else the CPU."""
+    """The torch.device of a setting. auto: CUDA if there is any, else Apple's mps, else the CPU."""
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name):
         raise SystemExit(f"device={name!r}: must be auto, cpu, mps, cuda or cuda:N")
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
@@ -39,8 +40,8 @@ def pick_device(name, local_rank=0):
 def prepare_process(device):
     """Set what a process needs before it computes on a device.
 
-    glibc normally returns freed tensors to the system and faults them in again page by page, thousands of times in a
-    training step on a CPU. The two thresholds make it keep them for the next tensors.
+    glibc returns freed tensors to the system and then faults in new ones page by page, thousands of
+    times in a training step on a CPU. Two thresholds make it keep the memory for the next tensors.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -74,7 +75,7 @@ def autocast(device_type, dtype):
 
 
 def can_compile(device_type):
-    """Whether torch.compile is worth trying: on CUDA, and on Linux CPUs that have a C++ compiler."""
+    """Whether torch.compile works: on CUDA, and on Linux CPUs that have a C++ compiler."""
     if device_type == "cpu":
         return sys.platform == "linux" and shutil.which("g++") is not None
     return device_type == "cuda"
@@ -108,7 +109,7 @@ def peak_memory_gb(device):
 
 
 def commit():
-    """The git commit of this directory, with +changes if files differ from it; empty without git."""
+    """The git commit of this directory, +changes if files differ from it; empty without git."""
     if shutil.which("git") is None:
         return ""
     here = os.path.dirname(os.path.abspath(__file__))

@@ -1,8 +1,9 @@
 """
-A GPT whose residual stream is a setting. The model is the usual one: rotary positions, grouped-query attention, an MLP.
-All that a residual mode changes is in the line of Block.sublayer that reads, and the one that writes.
+A GPT whose residual stream is a setting. The rest is usual: rotary positions, grouped-query
+attention, an MLP. A residual mode changes two lines of Block.sublayer: the one that reads the
+stream and the one that writes to it.
 
-Names of tensors in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, D = C / H, V vocab_size.
+Sizes in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, D = C / H, V vocab_size.
 """
 
 import math
@@ -22,11 +23,7 @@ import norms
 from attention import Attention, gather_rows, rotary_table
 from norms import pick
 
-RESIDUALS = {
-    **norms.RESIDUALS,
-    **nag.RESIDUALS,
-    **bhyt.RESIDUALS,
-}  # name -> class; each names its own ends
+RESIDUALS = {**norms.RESIDUALS, **nag.RESIDUALS, **bhyt.RESIDUALS}  # name: class
 
 
 @dataclass
@@ -35,58 +32,36 @@ class GPTConfig:
     n_head: int = 2  # query heads
     n_kv_head: int | None = None  # key and value heads; None: as many as n_head
     n_embd: int = 128  # width of the stream
-    n_hidden: int | None = (
-        None  # width of the MLP; None: 4 n_embd, for swiglu 8/3 n_embd up to a multiple of 64
-    )
+    n_hidden: int | None = None  # width of the MLP; None: 4 n_embd, for swiglu about 8/3 n_embd
     block_size: int = 256  # context length in tokens
     vocab_size: int = 257  # 256 bytes and end-of-text; gpt2 BPE: 50257, or 50304 for speed
-    residual: str = "nag"  # how layers read and write the stream: a name from RESIDUALS
+    residual: str = "nag"  # how sublayers read and write the stream: a name from RESIDUALS
     norm: str = "rms"  # rms, layer or none
     norm_eps: float = 1e-6  # inside the root
     activation: str = "gelu"  # gelu, relu, silu or swiglu
     qk_norm: bool = False  # RMSNorm on queries and keys
     rope_base: float = 10000.0  # base of the rotary frequencies
-    bf16_stream: bool = (
-        False  # where autocast is bfloat16, the stream is too: half of what a residual has to move
-    )
+    bf16_stream: bool = False  # keep the stream in bfloat16 under bfloat16 autocast
     tied: bool = True  # one matrix for embedding and head
     bias: bool = False  # biases in the linears, and LayerNorm's shift
     dropout: float = 0.0  # on the embedding, the attention weights and every sublayer's output
     init: str = "normal"  # linears: normal, kaiming (gain of the activation), xavier or uniform
     init_scale: float = 0.05  # std of the embedding and of normal; half the width of uniform
-    init_out: str | None = (
-        None  # output projections: scaled by 1/sqrt(2 n_layer), plain or zero; None: the mode's own
-    )
-    branch_scale: str = (
-        "one"  # what a sublayer's output is multiplied by: one, or depth for 1/sqrt(n_layer)
-    )
-    dyt_alpha: tuple = (
-        1.0,
-        0.5,
-        0.5,
-    )  # dyt: start of alpha before attention, before the MLP, before the head
+    init_out: str | None = None  # output projections: scaled, plain or zero; None: the mode's own
+    branch_scale: str = "one"  # factor on sublayer outputs: one, or depth for 1/sqrt(n_layer)
+    dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: first alpha before attention, MLP and head
     bhyt_p: float = 0.99  # bhyt: share of a token's features that must stay below lambda
-    bhyt_lambda: tuple = (
-        2.0,
-        1.0,
-        0.0,
-    )  # bhyt: start of lambda before attention, MLP, head; 0 there: an RMSNorm
+    bhyt_lambda: tuple = (2.0, 1.0, 0.0)  # bhyt: first lambda there; 0 for the head: an RMSNorm
     bhyt_learned: bool = True  # bhyt: learn lambda
-    bhyt_unit: bool = (
-        False  # bhyt: start gamma at kappa / lambda, where outputs have variance 1; False: at 1
-    )
-    bhyt_context: int | None = (
-        None  # bhyt, prenorm_approx: the context length T of c; None: block_size
-    )
+    bhyt_unit: bool = False  # bhyt: first gamma gives outputs of variance 1; False: gamma is 1
+    bhyt_context: int | None = None  # bhyt, prenorm_approx: the T of c; None: block_size
     nag_alpha_power: float = 0.5  # nag: alpha of sublayer l starts at l^-nag_alpha_power
     nag_directions: int = 32  # nag: directions of the modulator; 0: no modulator, m = 1
     nag_beta: float | None = None  # nag: the modulator's exponent; None: learned, from 1
-    nag_centre: bool = True  # nag: take the mean from updates
-    nag_orthogonal: bool = True  # nag: take from updates what is parallel to the stream
-    nag_lane: bool = True  # nag: the norm lane sets the temperature of the logits; False: one learned constant does
-    nag_first_logits: float | None = (
-        0.75  # nag: std of other tokens' first logits; None: logits over d, gains zero
-    )
+    nag_centre: bool = True  # nag: subtract the mean from updates
+    nag_orthogonal: bool = True  # nag: remove the part of an update along the stream
+    nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: a constant does
+    nag_first_logits: float | None = 0.75  # nag: std of the first logits; None: logits over d
     moe_experts: int = 0  # experts in place of each MLP; 0: one MLP
     moe_top_k: int = 2  # moe: experts of a token
     moe_shared: int = 0  # moe: width of an expert that all tokens pass; 0: none
@@ -94,23 +69,17 @@ class GPTConfig:
     moe_rate: float = 1e-3  # moe: step of the bias, or weight of the loss
     mod_on: str = "none"  # which sublayers tokens may skip: none, attention, mlp or both
     mod_rate: float = 0.0  # mod: share of tokens that skip; 0: none, and no router
-    mod_router: str = "nag"  # mod: what decides: nag, learned or random
-    mod_budget: str = (
-        "global"  # mod: the rate holds over all sublayers together (global) or in each (layer)
-    )
-    mod_fallback: bool = (
-        False  # mod: with the nag router, tokens that skip turn towards a learned direction
-    )
-    mod_blocks: str = (
-        "all"  # mod: blocks that take part: all, alternate (every second) or inner (not the ends)
-    )
+    mod_router: str = "nag"  # mod: who decides: nag, learned or random
+    mod_budget: str = "global"  # mod: the rate holds for the mean of all sublayers, or each: layer
+    mod_fallback: bool = False  # mod, nag router: skipping tokens turn towards a learned direction
+    mod_blocks: str = "all"  # mod: blocks that take part: all, every second: alternate, or inner
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Sublayers
 
 
-ACTIVATIONS = {  # name: (function, whether it gates a second projection, gain that keeps the variance)
+ACTIVATIONS = {  # name: (function, whether it is gated, gain of the init that keeps the variance)
     "gelu": (F.gelu, False, 1.7),
     "relu": (F.relu, False, math.sqrt(2)),
     "silu": (F.silu, False, 1.7),
@@ -137,9 +106,17 @@ def make_mlp(config):
     hidden = config.n_hidden or (64 * math.ceil(config.n_embd / 24) if gated else 4 * config.n_embd)
     if not config.moe_experts:
         return MLP(config, hidden)
-    return moe.MoE(
-        config, act, gated, hidden, MLP(config, config.moe_shared) if config.moe_shared else None
-    )
+    shared = MLP(config, config.moe_shared) if config.moe_shared else None
+    return moe.MoE(config, act, gated, hidden, shared)
+
+
+def routed(config, b):
+    """Whether tokens may skip the attention and the MLP of block b."""
+    blocks = {"all": True, "alternate": b % 2 == 1, "inner": 0 < b < config.n_layer - 1}
+    takes_part = pick(blocks, config.mod_blocks, "mod_blocks") and config.mod_rate > 0
+    kinds = {"none": "", "attention": "a", "mlp": "m", "both": "am"}
+    on = pick(kinds, config.mod_on, "mod_on")
+    return takes_part and "a" in on, takes_part and "m" in on
 
 
 class Block(nn.Module):
@@ -148,20 +125,13 @@ class Block(nn.Module):
         residual = pick(RESIDUALS, config.residual, "residual")
         self.attn, self.attn_residual = Attention(config), residual(config, 2 * b + 1)
         self.mlp, self.mlp_residual = make_mlp(config), residual(config, 2 * b + 2)
-        of_block = {"all": True, "alternate": b % 2 == 1, "inner": 0 < b < config.n_layer - 1}
-        on = pick(
-            {"none": "", "attention": "attention", "mlp": "mlp", "both": "attention mlp"},
-            config.mod_on,
-            "mod_on",
-        )
-        on = on if pick(of_block, config.mod_blocks, "mod_blocks") and config.mod_rate else ""
+        on_attention, on_mlp = routed(config, b)
         self.attn_router = (
-            mod.Router(config, self.attn_residual, 2 * b + 1) if "attention" in on else None
+            mod.Router(config, self.attn_residual, 2 * b + 1) if on_attention else None
         )
-        self.mlp_router = mod.Router(config, self.mlp_residual, 2 * b + 2) if "mlp" in on else None
-        self.scale = pick(
-            {"one": 1.0, "depth": config.n_layer**-0.5}, config.branch_scale, "branch_scale"
-        )
+        self.mlp_router = mod.Router(config, self.mlp_residual, 2 * b + 2) if on_mlp else None
+        scales = {"one": 1.0, "depth": config.n_layer**-0.5}
+        self.scale = pick(scales, config.branch_scale, "branch_scale")
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, stream, rope, docs=None, cache=None):
@@ -186,7 +156,7 @@ class Block(nn.Module):
         return router(run, residual, h, stream, self.scale)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The model
 
 
@@ -202,10 +172,7 @@ class GPT(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
         self.drop = nn.Dropout(config.dropout)
-        self.loss_chunk, self.recompute = (
-            None,
-            False,
-        )  # train.py's settings: what to spend less memory on
+        self.loss_chunk, self.recompute = None, False  # train.py's settings of the same names
         for name, table in zip(("cos", "sin"), rotary_table(config, None)):
             self.register_buffer(name, table, persistent=False)
         self.init_weights()
@@ -214,18 +181,15 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, docs=None, cache=None, last=False):
         """Token ids (B, T) -> (logits, loss).
 
-        Without targets: logits (B, T, V), or (B, 1, V) of the last position, and no loss. With targets (B, T): the mean
-        cross-entropy, in which targets of -1 do not count; logits are None if loss_chunk is set.
-        docs (B, T) numbers the documents of a row; a token attends only within its document.
+        Without targets: logits (B, T, V), or (B, 1, V) of the last position, and no loss.
+        With targets (B, T): the mean cross-entropy, which ignores targets of -1; logits are None if
+        loss_chunk is set. docs (B, T) numbers the documents of a row; a token attends only within
+        its document.
         """
         hidden, head = self.hidden(idx, docs, cache)
         if targets is None:
             return F.linear(hidden[:, -1:] if last else hidden, head), None
-        penalty = (
-            sum(m.penalty for m in moe.layers(self) if m.penalty is not None)
-            if self.training
-            else 0.0
-        )
+        penalty = moe.penalty(self) if self.training else 0.0
         if self.loss_chunk is not None:
             return None, chunked_cross_entropy(hidden, head, targets, self.loss_chunk) + penalty
         logits = F.linear(hidden, head)
@@ -241,11 +205,8 @@ class GPT(nn.Module):
         stream = self.begin(idx, at)
         moe.reset_penalties(self)
         for b, block in enumerate(self.blocks):
-            run = (
-                partial(checkpoint, block, use_reentrant=False)
-                if self.recompute and self.training
-                else block
-            )
+            recompute = self.recompute and self.training
+            run = partial(checkpoint, block, use_reentrant=False) if recompute else block
             stream = run(stream, rope, docs, None if cache is None else (*cache.kv[b], at))
         if cache is not None:
             cache.at.add_(T)
@@ -260,7 +221,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Every parameter gets its start here, or from its own module's reset_parameters, or this raises."""
+        """Initialise every parameter, here or in its module's reset_parameters; else raise."""
         config, done = self.config, set()
         gain = ACTIVATIONS[config.activation][2]
         mlps = [mlp for block in self.blocks for mlp in block.mlp.modules() if isinstance(mlp, MLP)]
@@ -273,9 +234,8 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=config.init_scale)
             elif isinstance(module, nn.Linear):
                 if module is not self.head:
-                    INITS[config.init](
-                        module.weight, config.init_scale, gain if module in in_mlp else 1.0
-                    )
+                    factor = gain if module in in_mlp else 1.0
+                    INITS[config.init](module.weight, config.init_scale, factor)
                 elif not config.tied:
                     nn.init.normal_(module.weight, std=config.init_scale)
                 if module in outputs:
@@ -293,26 +253,26 @@ class GPT(nn.Module):
             done.update(module.parameters(recurse=False))
         left = [name for name, p in self.named_parameters() if p not in done]
         if left:
-            raise RuntimeError(
-                f"no rule initialises {', '.join(left)}: give their module reset_parameters"
-            )
+            names = ", ".join(left)
+            raise RuntimeError(f"no rule initialises {names}: give their module reset_parameters")
 
     def compile_blocks(self):
-        """Block by block: they share one graph, so that a deep model compiles as fast as a flat one."""
-        torch._dynamo.config.allow_unspec_int_on_nn_module = (
-            True  # how many tokens run differs by router and moves
-        )
+        """Compile block by block. Blocks share one graph, so depth does not slow compilation."""
+        torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a router's k changes
         for block in self.blocks:
             block.compile()
 
     def refresh(self):
-        """Have the residuals that keep something computed from the weights compute it again."""
+        """Recompute what residuals derive from the weights, such as BHyT's c."""
         for block in self.blocks:
             if hasattr(block.attn_residual, "refresh"):
                 block.attn_residual.refresh(block.attn)
 
     def param_groups(self):
-        """Names of parameters by how they are trained. Decided by what owns a parameter, never by its name."""
+        """Names of the parameters by how they are trained. The owner decides, never the name.
+
+        gates: what a residual learns besides the gains of its norms, and the scalars of norms.
+        """
         groups = {"matrices": [], "experts": [], "embeddings": [], "vectors": [], "gates": []}
         residual = RESIDUALS[self.config.residual]
         for name, p in self.named_parameters():
@@ -323,62 +283,53 @@ class GPT(nn.Module):
                 groups["experts"].append(name)
             elif isinstance(owner, nn.Linear) and p.ndim == 2:
                 groups["matrices"].append(name)
-            elif isinstance(owner, (residual, residual.ends, mod.Router)) or (
-                p.numel() == 1 and not isinstance(owner, nn.Linear)
-            ):
-                groups["gates"].append(
-                    name
-                )  # what a residual learns besides the gains of its norms, and their scalars
+            elif isinstance(owner, (residual, residual.ends, mod.Router)):
+                groups["gates"].append(name)
+            elif p.numel() == 1 and not isinstance(owner, nn.Linear):
+                groups["gates"].append(name)
             else:
                 groups["vectors"].append(name)
         return groups
 
     def optimizers(self, kind, learning_rate, gate_lr, weight_decay, betas):
-        """AdamW for all, or Muon for the matrices and AdamW for the rest. Each group has its own peak learning rate."""
+        """AdamW for all, or Muon for the matrices and AdamW for the rest.
+
+        "peak" of each group is its highest learning rate.
+        """
         named, names = dict(self.named_parameters()), self.param_groups()
-        assert sorted(sum(names.values(), [])) == sorted(named), (
-            "every parameter is in exactly one group"
-        )
+        assert sorted(sum(names.values(), [])) == sorted(named), "each parameter is in one group"
         gate_lr = learning_rate if gate_lr is None else gate_lr
         peaks = dict.fromkeys(names, learning_rate) | {"gates": gate_lr}
         decays = dict.fromkeys(names, weight_decay) | {"vectors": 0.0, "gates": 0.0}
-        params = {key: [named[n] for n in names[key] if named[n].requires_grad] for key in names}
-        groups = {
-            key: {"params": params[key], "peak": peaks[key], "weight_decay": decays[key]}
-            for key in names
-            if params[key]
-        }
+        groups = {}
+        for key in names:
+            params = [named[n] for n in names[key] if named[n].requires_grad]
+            if params:
+                groups[key] = {"params": params, "peak": peaks[key], "weight_decay": decays[key]}
         made = []
-        if (
-            kind == "muon"
-        ):  # match_rms_adamw: updates as large as AdamW's, so that learning_rate keeps its meaning
-            made.append(
-                torch.optim.Muon(
-                    [groups.pop("matrices")], lr=learning_rate, adjust_lr_fn="match_rms_adamw"
-                )
-            )
-        if groups:  # not so for adapters under Muon
+        if kind == "muon":  # match_rms_adamw: updates as large as AdamW's, for one learning_rate
+            matrices = [groups.pop("matrices")]
+            made.append(torch.optim.Muon(matrices, learning_rate, adjust_lr_fn="match_rms_adamw"))
+        if groups:  # adapters under Muon leave none
             fused = self.embed.weight.device.type in ("cuda", "cpu")
-            made.append(
-                torch.optim.AdamW([*groups.values()], lr=learning_rate, betas=betas, fused=fused)
-            )
+            made.append(torch.optim.AdamW([*groups.values()], learning_rate, betas, fused=fused))
         return made
 
     def num_params(self, active=False):
-        """active: only those that a token passes, which leaves out most experts."""
-        experts = sum(
-            (1 - m.k / m.E) * p.numel()
-            for m in moe.layers(self)
-            for p in m.parameters(recurse=False)
-        )
-        return round(sum(p.numel() for p in self.parameters()) - (experts if active else 0))
+        """active: count only the experts that a token passes."""
+        total = sum(p.numel() for p in self.parameters())
+        for m in moe.layers(self) if active else ():
+            total -= (1 - m.k / m.E) * sum(p.numel() for p in m.parameters(recurse=False))
+        return round(total)
 
     def flops_per_token(self):
-        """Matmul FLOPs that a training step needs for a token, whatever a device computes in vain.
+        """Matmul FLOPs that a training step needs for a token. Devices may compute more.
 
-        2 for each weight of a matrix, the head included; 2 C for the score of a query with a key and 2 C to sum the
-        values, over (T + 1) / 2 keys on average; twice that for the backward. Experts that a token does not pass,
-        sublayers that it skips (k of T tokens run) and gradients of frozen weights do not count.
+        The forward takes 2 for each weight of a matrix, the head included. Attention takes 2 C for
+        each score and 2 C to sum values, over (T + 1) / 2 keys on average. The backward takes twice
+        as much as the forward.
+        Experts that a token does not pass, sublayers that it skips (k of T tokens run) and
+        gradients of frozen weights do not count.
         """
         C, T = self.config.n_embd, self.config.block_size
 
@@ -386,15 +337,13 @@ class GPT(nn.Module):
             total = 0
             for m in modules:
                 share = m.k / m.E if isinstance(m, moe.MoE) else 1
-                matrices = [p for p in m.parameters(recurse=False) if p.ndim >= 2]
-                total += sum(
-                    2 * share * p.numel() * (3 if p.requires_grad else 2) for p in matrices
-                )
+                for p in m.parameters(recurse=False):
+                    passes = 3 if p.requires_grad else 2  # forward, gradients of inputs, of weights
+                    total += 2 * passes * share * p.numel() if p.ndim >= 2 else 0
             return total
 
-        total = cost(
-            m for m in self.modules() if m is not self.embed
-        ) + self.config.n_layer * 6 * C * (T + 1)
+        total = cost(m for m in self.modules() if m is not self.embed)
+        total += self.config.n_layer * 6 * C * (T + 1)
         for block in self.blocks:
             if block.mlp_router is not None:
                 total -= (1 - block.mlp_router.k / T) * cost(block.mlp.modules())
@@ -411,80 +360,60 @@ def init_out(config):
 
 def settings_of_others(residual):
     """{name: default} of the settings that belong to residual modes, but not to this one."""
-    owned = {name for mode in RESIDUALS.values() for name in mode.settings} - set(
-        RESIDUALS[residual].settings
-    )
-    return {field.name: field.default for field in fields(GPTConfig) if field.name in owned}
+    owned = {name for mode in RESIDUALS.values() for name in mode.settings}
+    others = owned - set(RESIDUALS[residual].settings)
+    return {field.name: field.default for field in fields(GPTConfig) if field.name in others}
+
+
+CHOICES = {  # settings that must be one of some names
+    "init": ("normal", "kaiming", "xavier", "uniform"),
+    "mod_router": ("nag", "learned", "random"),
+    "mod_budget": ("global", "layer"),
+    "moe_balance": ("bias", "loss"),
+}
 
 
 def check(config):
-    for name in (
-        "n_layer",
-        "n_head",
-        "n_kv_head",
-        "n_embd",
-        "n_hidden",
-        "block_size",
-        "vocab_size",
-    ):
-        if getattr(config, name) is not None and getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)}: give at least 1")
-    if config.rope_base <= 0:
-        raise ValueError(f"rope_base={config.rope_base}: must be above 0")
-    C, H, G = config.n_embd, config.n_head, config.n_kv_head or config.n_head
-    if C % H:
-        raise ValueError(f"n_embd={C} does not divide into n_head={H} heads")
-    if C // H % 2:
-        raise ValueError(
-            f"n_embd / n_head = {C // H} is odd: rotary positions turn pairs of features"
-        )
-    if H % G:
-        raise ValueError(f"n_head={H} query heads do not divide over n_kv_head={G}")
-    if not 0 <= config.dropout < 1:
-        raise ValueError(f"dropout={config.dropout}: give a share, 0 <= dropout < 1")
-    if len(config.dyt_alpha) != 3:
-        raise ValueError(
-            f"dyt_alpha={config.dyt_alpha!r}: give three starts, for attention, MLP and head"
-        )
-    if (
-        len(config.bhyt_lambda) != 3
-        or min(config.bhyt_lambda[:2]) <= 0
-        or not 0 <= config.bhyt_p < 1
-    ):
-        raise ValueError(
-            f"{config.bhyt_lambda=}, {config.bhyt_p=}: give three starts and 0 <= p < 1"
-        )
-    pick(INITS, config.init, "init")
-    for name, choices in (
-        ("mod_router", ("nag", "learned", "random")),
-        ("mod_budget", ("global", "layer")),
-    ):
-        pick(dict.fromkeys(choices), getattr(config, name), name)
-    pick(dict.fromkeys(("bias", "loss")), config.moe_balance, "moe_balance")
-    if not 0 <= config.mod_rate < 1:
-        raise ValueError(f"mod_rate={config.mod_rate}: give 0 <= rate < 1")
-    if config.mod_rate and config.n_layer < {"all": 1, "alternate": 2, "inner": 3}.get(
-        config.mod_blocks, 1
-    ):
-        raise ValueError(
-            f"mod_blocks={config.mod_blocks!r}: of n_layer={config.n_layer} blocks none takes part"
-        )
-    for need, there in (
-        ("moe_experts above 0", config.moe_experts),
-        ("mod_on", config.mod_on != "none"),
-    ):
-        for field in fields(config) if not there else ():
-            if field.name.startswith(need[:4]) and getattr(config, field.name) != field.default:
-                raise ValueError(f"{field.name} needs {need}")
-    if config.moe_experts and not (
-        1 <= config.moe_top_k <= config.moe_experts and config.moe_rate >= 0
-    ):
-        experts = f"moe_experts={config.moe_experts}, moe_top_k={config.moe_top_k}, moe_rate={config.moe_rate}"
-        raise ValueError(f"{experts}: give 1 to all of the experts, and a rate of 0 or more")
-    if config.init_scale <= 0:
-        raise ValueError(f"init_scale={config.init_scale}: must be above 0")
-    pick(RESIDUALS, config.residual, "residual")
-    norms.refuse(config, config.residual, **settings_of_others(config.residual))
+    """Raise a ValueError that names the setting and says what it may be."""
+    c, C, H, G = config, config.n_embd, config.n_head, config.n_kv_head or config.n_head
+    for name in "n_layer n_head n_kv_head n_embd n_hidden block_size vocab_size".split():
+        if getattr(c, name) is not None and getattr(c, name) < 1:
+            raise ValueError(f"{name}={getattr(c, name)}: give at least 1")
+    for name, choices in CHOICES.items():
+        pick(dict.fromkeys(choices), getattr(c, name), name)
+    pick(RESIDUALS, c.residual, "residual")
+    least_blocks = {"alternate": 2, "inner": 3}.get(c.mod_blocks, 1)
+    lambdas = len(c.bhyt_lambda) == 3 and min(c.bhyt_lambda[:2]) > 0
+    experts = not c.moe_experts or (1 <= c.moe_top_k <= c.moe_experts and c.moe_rate >= 0)
+    rules = (
+        (c.rope_base > 0, f"rope_base={c.rope_base}: must be above 0"),
+        (c.init_scale > 0, f"init_scale={c.init_scale}: must be above 0"),
+        (0 <= c.dropout < 1, f"dropout={c.dropout}: give a share, 0 <= dropout < 1"),
+        (C % H == 0, f"n_embd={C} does not divide into n_head={H} heads"),
+        (C // H % 2 == 0, f"n_embd / n_head = {C // H} is odd: rotary turns pairs of features"),
+        (H % G == 0, f"n_head={H} query heads do not divide over n_kv_head={G}"),
+        (len(c.dyt_alpha) == 3, f"dyt_alpha={c.dyt_alpha!r}: give three starts"),
+        (lambdas, f"bhyt_lambda={c.bhyt_lambda!r}: give three starts, the first two above 0"),
+        (0 <= c.bhyt_p < 1, f"bhyt_p={c.bhyt_p}: give 0 <= p < 1"),
+        (0 <= c.mod_rate < 1, f"mod_rate={c.mod_rate}: give 0 <= rate < 1"),
+        (
+            not c.mod_rate or c.n_layer >= least_blocks,
+            f"mod_blocks={c.mod_blocks!r}: of n_layer={c.n_layer} blocks none takes part",
+        ),
+        (
+            experts,
+            f"moe_experts={c.moe_experts}, moe_top_k={c.moe_top_k}, moe_rate={c.moe_rate}: "
+            "give 1 to all of the experts, and a rate of 0 or more",
+        ),
+    )
+    for holds, message in rules:
+        if not holds:
+            raise ValueError(message)
+    for switch, on in (("moe_experts above 0", c.moe_experts), ("mod_on", c.mod_on != "none")):
+        for field in fields(c) if not on else ():
+            if field.name.startswith(switch[:4]) and getattr(c, field.name) != field.default:
+                raise ValueError(f"{field.name} needs {switch}")
+    norms.refuse(c, c.residual, **settings_of_others(c.residual))
 
 
 INITS = {  # name: (weight, scale, gain of the activation) -> None
@@ -514,18 +443,17 @@ def chunked_cross_entropy(hidden, head, targets, chunk):
 
 @torch.no_grad()
 def evaluate(model, batches, world=1):
-    """Mean loss a token over batches of (inputs, targets, ...) of data.eval_batches, over all ranks together.
+    """Mean loss a token over the batches of all ranks, see data.eval_batches.
 
-    The result does not depend on the batch size or on the number of ranks. loss_chunk bounds its memory too.
+    The result does not depend on the batch size or the number of ranks. loss_chunk bounds memory.
     """
     training, sums = model.training, []
     model.eval()
     for x, y, *more in batches:
         count = (y >= 0).sum()
         loss = model(x, y, *more)[1]
-        sums.append(
-            torch.stack([torch.where(count > 0, loss * count, 0.0), count])
-        )  # padding alone has no mean
+        total = torch.where(count > 0, loss * count, 0.0)  # a batch of padding has no mean
+        sums.append(torch.stack([total, count]))
     model.train(training)
     total = torch.stack(sums).cpu().double().sum(0)
     if world > 1:

@@ -1,18 +1,20 @@
 """
-The additive family: how a sublayer F reads the residual stream x and how its output joins it.
+The additive family: how a sublayer F reads the residual stream x and writes its output back.
 
-    none       x <- Norm(F(x))                        the ablation: post-norm without the skip
-    postnorm   x <- Norm(x + F(x))                    Vaswani et al. 2017
-    prenorm    x <- x + F(Norm(x))                    the baseline
-    perinorm   x <- x + Norm_out(F(Norm_in(x)))       Kim et al. 2025, arXiv 2502.02732
-    lns        x <- x + F(Norm(x) / sqrt(b + 1))      Sun et al. 2025, arXiv 2502.05795, b = 0-based block
-    dyt        x <- x + F(gamma * tanh(alpha x) + beta)   Zhu et al. 2025, arXiv 2503.10622
+    none       x <- Norm(F(x))                           an ablation: no skip                    (1)
+    postnorm   x <- Norm(x + F(x))                       Vaswani et al. 2017, arXiv 1706.03762   (2)
+    prenorm    x <- x + F(Norm(x))                       the baseline                            (3)
+    perinorm   x <- x + Norm_out(F(Norm_in(x)))          Kim et al. 2025, arXiv 2502.02732       (4)
+    lns        x <- x + F(Norm(x) / sqrt(b + 1))         Sun et al. 2025, arXiv 2502.05795       (5)
+    dyt        x <- x + F(gamma tanh(alpha x) + beta)    Zhu et al. 2025, arXiv 2503.10622       (6)
 
-A mode is two small modules. The residual, one per sublayer, has read and write. The ends, one per model, turn the
-token embedding into a stream and the last stream into what the head multiplies. Everything else is model.py.
+b is the 0-based block. Each mode has two small modules. The residual, one per sublayer, has read
+and write. The ends, one per model, turn the token embedding into a stream and the last stream into
+the hidden states that the head multiplies.
 
-Differs from the papers: DyT's optional channel-wise beta is kept, as in its release, whatever `bias` says; a norm's
-statistics are always taken in float32, whatever the stream's dtype.
+Differs from the papers:
+- Norms compute their statistics in float32, whatever the dtype of the stream.
+- DyT always has its beta, as in its release. The setting `bias` does not remove it.
 """
 
 import math
@@ -25,44 +27,42 @@ from torch.distributed.tensor import DTensor
 
 class Stream(NamedTuple):
     x: Tensor  # (B, T, C) the residual
-    lane: Tensor | None = None  # (B, T, 1) float32: what a mode carries beside it, if anything
+    lane: Tensor | None = None  # (B, T, 1) float32: extra state of the mode, such as NAG's log norm
     at: Tensor | None = None  # (T, 1) positions of the tokens
 
 
 def pick(table, name, setting):
-    """The entry of that name, or an error that lists the names there are."""
+    """Look up table[name]. An unknown name raises an error that lists the known ones."""
     if name not in table:
         raise ValueError(f"{setting}={name!r}: choose one of {', '.join(map(str, table))}")
     return table[name]
 
 
 def refuse(config, residual, **only):
-    """Raise where a mode would ignore a setting that somebody turned."""
+    """Raise if a setting that this mode ignores differs from the only value it may have."""
     for setting, value in only.items():
         if getattr(config, setting) != value:
             raise ValueError(f"residual={residual!r} does not use {setting}: leave it at {value!r}")
 
 
 def gathered(x):
-    """A tensor that FSDP has cut up, whole on every rank, all of which must call this; any other as it is"""
+    """The full tensor if FSDP has sharded x, else x. Every rank must call this function."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def upcast(x):
-    """x in the dtype of its statistics: float32, or float64 where the stream itself has it."""
+    """Cast x to the dtype of its statistics: float64 if x is float64, else float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Norms
 
 
 class RMSNorm(nn.Module):
-    """y = gain * x / sqrt(v + eps), v = mean(x^2), or what is known of it"""
+    """y = gain * x / sqrt(v + eps). v is mean(x^2) unless the caller passes an estimate of it."""
 
-    def __init__(
-        self, n_embd, eps=1e-6, bias=False
-    ):  # bias: LayerNorm's, ignored here as in every RMSNorm
+    def __init__(self, n_embd, eps=1e-6, bias=False):  # bias is for LayerNorm and ignored here
         super().__init__()
         self.gain = nn.Parameter(torch.empty(n_embd))
         self.eps = eps
@@ -71,9 +71,9 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.gain)
 
     def forward(self, x, v=None):
-        w = upcast(x)
-        v = w.square().mean(-1, keepdim=True) if v is None else v
-        return (w * torch.rsqrt(v + self.eps) * self.gain).to(x.dtype)
+        x_float = upcast(x)
+        v = x_float.square().mean(-1, keepdim=True) if v is None else v
+        return (x_float * torch.rsqrt(v + self.eps) * self.gain).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -91,14 +91,15 @@ class LayerNorm(nn.Module):
             nn.init.zeros_(self.shift)
 
     def forward(self, x):
-        w = upcast(x)
-        w = w - w.mean(-1, keepdim=True)
-        y = w * torch.rsqrt(w.square().mean(-1, keepdim=True) + self.eps) * self.gain
+        x_float = upcast(x)
+        centred = x_float - x_float.mean(-1, keepdim=True)
+        v = centred.square().mean(-1, keepdim=True)
+        y = centred * torch.rsqrt(v + self.eps) * self.gain
         return (y if self.shift is None else y + self.shift).to(x.dtype)
 
 
 class DyT(nn.Module):
-    """y = gain * tanh(alpha x) + shift, alpha a learned scalar"""
+    """y = gain * tanh(alpha x) + shift, with a learned scalar alpha: the inner part of Eq. 6"""
 
     def __init__(self, n_embd, alpha):
         super().__init__()
@@ -123,12 +124,12 @@ def make_norm(config):
     return pick(NORMS, config.norm, "norm")(config.n_embd, config.norm_eps, config.bias)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ends: embedding -> stream, stream -> what the head multiplies
+# ------------------------------------------------------------------------------------------------
+# Ends: embedding -> first stream, last stream -> hidden states for the head
 
 
 class NoEnds(nn.Module):
-    """The stream is the embedding; the head reads the stream as it is."""
+    """The first stream is the embedding, and the head reads the last stream unchanged."""
 
     def __init__(self, config):
         super().__init__()
@@ -136,10 +137,10 @@ class NoEnds(nn.Module):
     def embed(self, e):
         return Stream(e)
 
-    def readout(self, stream, head):  # head: the (V, C) weight, for modes that normalise its rows
+    def readout(self, stream, head):  # head (V, C) is an argument because NAG normalises its rows
         return stream.x, head
 
-    def additive(self, stream):  # x as a stream that only adds would have it, to be looked at
+    def additive(self, stream):  # the stream in additive form, for measurements
         return upcast(stream.x)
 
 
@@ -177,26 +178,24 @@ class DyTEnds(NoEnds):
         return self.norm(stream.x), head
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Residuals: layer is the 1-based sublayer, 2b + 1 for the attention of 0-based block b, 2b + 2 for its MLP
+# ------------------------------------------------------------------------------------------------
+# Residuals. `layer` is the 1-based sublayer: 2b + 1 for the attention of block b, 2b + 2 its MLP
 
 
 class PreNorm(nn.Module):
     settings = ()  # fields of GPTConfig that belong to this mode; other modes refuse them
     ends = FinalNorm
-    init_out = (
-        "scaled"  # how the output projections start, unless the setting of that name says otherwise
-    )
+    init_out = "scaled"  # initialisation of the output projections if the setting init_out is None
 
     def __init__(self, config, layer):
         super().__init__()
         self.norm = make_norm(config)
 
-    def read(self, stream):  # -> what the sublayer sees, and the stream it saw it in
+    def read(self, stream):  # -> (sublayer input, stream)
         return self.norm(stream.x), stream
 
-    def write(self, stream, f, gate=1.0):  # gate: 1, the branch scale, or a tensor, per token
-        return stream._replace(x=stream.x + gate * f)
+    def write(self, stream, f, gate=1.0):  # gate: a number or a tensor (B, T, 1) that multiplies f
+        return stream._replace(x=stream.x + gate * f)  # Eq. 3
 
 
 class PostNorm(PreNorm):
@@ -207,18 +206,16 @@ class PostNorm(PreNorm):
         return stream.x, stream
 
     def write(self, stream, f, gate=1.0):
-        return stream._replace(x=self.norm(stream.x + gate * f))
+        return stream._replace(x=self.norm(stream.x + gate * f))  # Eq. 2
 
 
 class NoSkip(PostNorm):
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        refuse(
-            config, "none", branch_scale="one"
-        )  # there is no stream that a branch could be too large for
+        refuse(config, "none", branch_scale="one")  # there is no skip to scale the branch against
 
     def write(self, stream, f, gate=1.0):
-        return stream._replace(x=(gate * self.norm(f)).to(stream.x.dtype))
+        return stream._replace(x=(gate * self.norm(f)).to(stream.x.dtype))  # Eq. 1
 
 
 class PeriNorm(PreNorm):
@@ -230,20 +227,20 @@ class PeriNorm(PreNorm):
         self.norm_out = make_norm(config)
 
     def write(self, stream, f, gate=1.0):
-        return stream._replace(x=stream.x + gate * self.norm_out(f))
+        return stream._replace(x=stream.x + gate * self.norm_out(f))  # Eq. 4
 
 
 class LNS(PreNorm):
-    init_out = "plain"  # its authors: the 1/sqrt(2B) start of the output projections weakens it
+    init_out = "plain"  # the authors report that scaled output projections weaken LNS
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        # b + 1 as a tensor, not a number: one compiled block then serves every depth
+        # b + 1 is a tensor, not a number, so that one compiled block serves every depth
         self.register_buffer("depth", torch.tensor((layer + 1) // 2.0), persistent=False)
 
     def read(self, stream):
         h = self.norm(stream.x)
-        return h * torch.rsqrt(self.depth).to(h.dtype), stream
+        return h * torch.rsqrt(self.depth).to(h.dtype), stream  # Eq. 5
 
 
 class DyTResidual(PreNorm):
@@ -253,7 +250,7 @@ class DyTResidual(PreNorm):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         refuse(config, "dyt", norm="rms")
-        self.norm = DyT(config.n_embd, config.dyt_alpha[(layer - 1) % 2])
+        self.norm = DyT(config.n_embd, config.dyt_alpha[(layer - 1) % 2])  # Eq. 6
 
 
 RESIDUALS = {

@@ -1,42 +1,59 @@
 """
-Figures from logs: python plot.py FIGURE OUT.png RUN [RUN ...]
+Draw figures from logs: python plot.py FIGURE OUT.png RUN [RUN ...]
 
-    loss       validation loss against tokens, and faintly the training loss, from each RUN/log.jsonl
-    flops      the same against training FLOPs
-    time       the same against time spent in training steps
-    target     tokens and time to the highest of the runs' final validation losses, likewise
-    variance   variance of the stream behind each block, from each RUN/eval.json
-    norm       the norm of the stream, likewise
-    rotation   how far the embedding has been turned behind each sublayer, likewise
-    alpha      NAG: alpha and the a that comes of it in each sublayer, likewise
-    dropped    how much the loss rises when a block is left out, likewise
-    calibrated how often the likeliest token is right against its probability, likewise
-    similarity cosines between the mean directions of the sublayers' updates, from one RUN/eval.json
-    rate       final validation loss against the share of tokens that skip, by router, from each RUN/log.jsonl
-    ladder     final validation loss against width over depth, likewise
-    map        which tokens of a text ran where, from one RUN/eval.json
-    stability  final validation loss, and growth of the variance, against the learning rate, from both
-    speed      bars of the ratios that bench.py wrote, from each JSON
+From log.jsonl of each run:
+    loss        validation loss against tokens, with the training loss as a thin line
+    flops       validation loss against training FLOPs
+    time        validation loss against the time spent in training steps
+    target      tokens and time until a run reaches the highest of the final validation losses
+    rate        final validation loss against the share of tokens that skip, one line per router
+    ladder      final validation loss against width over depth
 
-Runs that differ only in their seed become one line, their mean, with a band from the least to the most. The same input
-gives the same bytes. A missing file is an error. Writes OUT.png and OUT.svg.
+From eval.json of each run:
+    variance    variance of the stream after each block
+    norm        norm of the stream after each block
+    rotation    degrees between the stream and the embedding, after each sublayer
+    alpha       NAG's alpha and mean |a| of each sublayer
+    dropped     rise of the loss when a block is left out
+    calibrated  how often the most likely token is right, against its probability
+
+From eval.json of one run:
+    similarity  cosines between the mean updates of the sublayers
+    map         which tokens of a text ran in which sublayers
+
+From both files of each run:
+    stability   final validation loss, and growth of the variance, against the learning rate
+
+From JSON files of bench.py, in place of runs:
+    speed       time relative to the first candidate
+
+Runs that differ only in the seed become one line: their mean, with a band from the lowest to the
+highest. plot.py writes OUT.png and OUT.svg. The same input gives the same bytes. A missing file is
+an error.
 """
 
 import json
 import math
 import os
 import sys
+from functools import partial
 
-COLOURS = {  # Okabe and Ito's and some of Tol's, safe for the colour-blind; other modes share them by their name
-    "prenorm": "#000000", "perinorm": "#0072B2", "postnorm": "#D55E00", "lns": "#009E73", "dyt": "#E69F00",
-    "none": "#CC79A7", "nag": "#56B4E9", "orthogonal": "#999999",
+# Colours of Okabe and Ito, and of Tol, which colour-blind readers can tell apart.
+COLOURS = {
+    "prenorm": "#000000", "perinorm": "#0072B2", "postnorm": "#D55E00", "lns": "#009E73",
+    "dyt": "#E69F00", "none": "#CC79A7", "nag": "#56B4E9", "orthogonal": "#999999",
     "bhyt": "#882255", "bhyt_exact": "#AA4499", "prenorm_approx": "#666666",
 }  # fmt: skip
+LOSS = "validation loss (nats a token)"
 
 
 def colour(mode):
-    """The same colour for a mode in every figure."""
+    """The colour of a mode, the same in each figure. A mode without its own shares one."""
     return COLOURS.get(mode) or [*COLOURS.values()][sum(map(ord, mode)) % len(COLOURS)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Logs
 
 
 def need(path):
@@ -46,7 +63,7 @@ def need(path):
 
 
 def read_log(run):
-    """The settings of a run and its records, one a step"""
+    """(settings, records) of a run, one record per logged step."""
     lines = [json.loads(line) for line in need(os.path.join(run, "log.jsonl"))]
     settings = next(line["run"]["settings"] for line in lines if "run" in line)
     return settings, [line for line in lines if "step" in line]
@@ -55,144 +72,205 @@ def read_log(run):
 def read_eval(run, part):
     report = json.load(need(os.path.join(run, "eval.json")))
     if part not in report:
-        who = {"mod": "with tokens that skip, "}.get(part, "")
-        how = f"for a run {who}python eval.py --out_dir={run} --what={part}"
-        raise SystemExit(f"plot.py: {run}/eval.json has no {part}: {how}")
+        command = f"python eval.py --out_dir={run} --what={part}"
+        if part == "mod":
+            command += " (for a run with tokens that skip)"
+        raise SystemExit(f"plot.py: {run}/eval.json has no {part}: run {command}")
     return report[part]
 
 
 def refuse_mixed_data(runs):
-    """Losses on different data cannot be compared: data/python, for one, is made from each user's own Python."""
+    """Refuse runs on different data. data/python, for one, depends on the Python version."""
     seen = {}
     for run in runs:
-        header = next(
-            json.loads(line) for line in need(os.path.join(run, "log.jsonl")) if '"run"' in line
-        )["run"]
+        lines = need(os.path.join(run, "log.jsonl"))
+        header = next(json.loads(line) for line in lines if '"run"' in line)["run"]
         seen.setdefault(str(header.get("data")), run)
     if len(seen) > 1:
         one, two, *_ = seen.values()
-        raise SystemExit(
-            f"plot.py: {one} and {two} were trained on different data (see data in their log.jsonl)"
-        )
-
-
-def grouped(runs, but=()):
-    """{label: (residual, runs)}: a label is the mode, and the settings in which the runs of a mode differ, but for the
-    seed, what is of no matter and what is in but"""
-    settings, groups = {run: read_log(run)[0] for run in runs}, {}
-    for run, s in settings.items():
-        alike = [other for other in settings.values() if other["residual"] == s["residual"]]
-        keys = [
-            k for k in s if len({str(other[k]) for other in alike if k in other}) > 1
-        ]  # old logs know fewer
-        keys = [k for k in keys if k not in ("seed", "out_dir", "init_from", "max_iters", *but)]
-        label = ", ".join([s["residual"], *(f"{k}={s[k]}" for k in keys)])
-        groups.setdefault(label, (s["residual"], []))[1].append(run)
-    return groups
-
-
-def styled(runs):
-    """(label, runs, style) of each group: those of one mode have its colour and differ in their dashes"""
-    seen = []
-    for label, (residual, members) in grouped(runs).items():
-        dashes = ("-", "--", ":", "-.")[seen.count(residual) % 4]
-        seen.append(residual)
-        yield label, members, {"color": colour(residual), "label": label, "lw": 1.5, "ls": dashes}
-
-
-def draw(axes, runs, curve, band=True, **style):
-    """One line a group of runs, their mean; curve: run -> (x, y)"""
-    for _, members, look in styled(runs):
-        curves = [dict(zip(*curve(run))) for run in members]
-        x = [
-            x for x in curves[0] if all(x in other for other in curves)
-        ]  # where every seed has a point
-        columns = [[y[at] for y in curves] for at in x]
-        (line,) = axes.plot(x, [sum(c) / len(c) for c in columns], **(look | style))
-        if band and len(members) > 1:
-            low, high = [*map(min, columns)], [*map(max, columns)]
-            axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
+        different = f"{one} and {two} were trained on different data"
+        raise SystemExit(f"plot.py: {different} (see data in their log.jsonl)")
 
 
 def steps_of(run):
-    """The records of the steps, of which the one before the first would only set the scale, with the seconds spent"""
-    seconds, tokens, steps = 0.0, 0, [r for r in read_log(run)[1] if r["step"]]
-    for r in steps:
-        seconds, tokens = seconds + (r["tokens"] - tokens) / r["tok_s"], r["tokens"]
-        r["seconds"] = seconds
+    """Records of a run from step 1 on, each with the training seconds so far."""
+    steps = [record for record in read_log(run)[1] if record["step"]]
+    seconds, tokens = 0.0, 0
+    for record in steps:
+        seconds += (record["tokens"] - tokens) / record["tok_s"]
+        tokens = record["tokens"]
+        record["seconds"] = seconds
     return steps
 
 
-def losses_against(axes, runs, key, unit, label):
-    def curve(loss):
-        def points(run):
-            steps = [r for r in steps_of(run) if r[loss] is not None]
-            return [r[key] / unit for r in steps], [r[loss] for r in steps]
-
-        return points
-
-    if key == "tokens":
-        draw(axes, runs, curve("loss"), band=False, label=None, lw=0.6, alpha=0.5)
-        draw(axes, runs, curve("val_loss"), marker="o", ms=3)
-    else:  # of which no two seeds may need the same
-        for _, members, look in styled(runs):
-            for i, run in enumerate(members):
-                axes.plot(
-                    *curve("val_loss")(run),
-                    **(look | {"label": None if i else look["label"], "marker": "o", "ms": 3}),
-                )
-    axes.set(
-        xlabel=label,
-        ylabel="validation loss (nats a token)" + (", thin: training" if key == "tokens" else ""),
-    )
-
-
-def loss(axes, runs):
-    losses_against(axes, runs, "tokens", 1e6, "million tokens")
-
-
-def flops(axes, runs):
-    losses_against(axes, runs, "flops", 1e12, "training TFLOPs")
-
-
-def time(axes, runs):
-    losses_against(axes, runs, "seconds", 60, "minutes of training")
+def final_loss(run):
+    """The last validation loss of a run; infinity if the run diverged."""
+    settings, records = read_log(run)
+    if records and records[-1].get("bad_steps", 0) >= settings.get("max_bad_steps", math.inf):
+        return math.inf
+    return [record["val_loss"] for record in records if record["val_loss"] is not None][-1]
 
 
 def reached(run, goal, key):
-    """The tokens, steps or seconds at which the validation loss came down to the goal; between two evaluations it is
-    taken to fall evenly. None if it did not"""
-    steps = [r for r in steps_of(run) if r["val_loss"] is not None]
-    at = next((n for n, r in enumerate(steps) if r["val_loss"] <= goal), None)
-    if at is None:
+    """The value of key (tokens, step or seconds) when the validation loss reached the goal.
+
+    Interpolates linearly between two evaluations. Returns None if the run did not reach the goal.
+    """
+    steps = [record for record in steps_of(run) if record["val_loss"] is not None]
+    first = next((i for i, record in enumerate(steps) if record["val_loss"] <= goal), None)
+    if first is None:
         return None
-    a, b = steps[max(0, at - 1)], steps[at]
-    share = (a["val_loss"] - goal) / (a["val_loss"] - b["val_loss"]) if at else 1.0
-    return a[key] + share * (b[key] - a[key])
+    before, after = steps[max(0, first - 1)], steps[first]
+    share = 1.0
+    if first:
+        share = (before["val_loss"] - goal) / (before["val_loss"] - after["val_loss"])
+    return before[key] + share * (after[key] - before[key])
+
+
+# ------------------------------------------------------------------------------------------------
+# Groups of runs
+
+
+def grouped(runs, ignore=()):
+    """Group runs that differ only in the seed or in the settings in ignore: {label: (mode, runs)}.
+
+    A label has the mode, and the settings in which the runs of this mode differ.
+    """
+    ignore = ("seed", "out_dir", "init_from", "max_iters", *ignore)
+    settings = {run: read_log(run)[0] for run in runs}
+    groups = {}
+    for run, own in settings.items():
+        mode = own["residual"]
+        same_mode = [other for other in settings.values() if other["residual"] == mode]
+        # An older log lacks newer settings.
+        values = {key: {str(s[key]) for s in same_mode if key in s} for key in own}
+        differs = [key for key in own if len(values[key]) > 1 and key not in ignore]
+        label = ", ".join([mode, *(f"{key}={own[key]}" for key in differs)])
+        groups.setdefault(label, (mode, []))[1].append(run)
+    return groups
+
+
+def styled(runs, ignore=()):
+    """Yield (mode, runs, index, style) of each group. index counts the groups of the mode."""
+    seen = []
+    for label, (mode, members) in grouped(runs, ignore).items():
+        yield mode, members, seen.count(mode), {"color": colour(mode), "label": label, "lw": 1.5}
+        seen.append(mode)
+
+
+def plot_mean(axes, points, band=True, **style):
+    """Plot points {x: [value of each seed]} as their mean, with a band from lowest to highest."""
+    x = sorted(points)
+    (line,) = axes.plot(x, [sum(points[at]) / len(points[at]) for at in x], **style)
+    if band:
+        low, high = [min(points[at]) for at in x], [max(points[at]) for at in x]
+        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
+
+
+def draw(axes, runs, curve, band=True, **style):
+    """Draw one line per group of runs. curve(run) returns (x, y).
+
+    Groups of one mode differ in the dashes. A line has the points that all its seeds have.
+    """
+    for _, members, index, look in styled(runs):
+        curves = [dict(zip(*curve(run))) for run in members]
+        shared = [x for x in curves[0] if all(x in other for other in curves)]
+        points = {x: [y[x] for y in curves] for x in shared}
+        look["ls"] = ("-", "--", ":", "-.")[index % 4]
+        plot_mean(axes, points, band and len(members) > 1, **look | style)
+
+
+def against(axes, runs, x_of, ignore, value, shared=(), **style):
+    """Draw one line per group of runs: value(run) against x_of(settings of the run).
+
+    ignore names the settings that x depends on. The runs in shared belong to every group of their
+    mode. Groups of one mode differ in the markers.
+    """
+    for mode, members, index, look in styled(runs, ignore):
+        points = {}
+        for run in members + [run for run in shared if read_log(run)[0]["residual"] == mode]:
+            points.setdefault(x_of(read_log(run)[0]), []).append(value(run))
+        look |= {"marker": "osD^v"[index % 5], "ms": 5, "ls": "--" if index % 5 else "-"}
+        plot_mean(axes, points, **look | style)
+
+
+# ------------------------------------------------------------------------------------------------
+# Figures from log.jsonl
+
+
+def losses_against(axes, runs, key, unit, label):
+    def curve(loss, run):
+        steps = [record for record in steps_of(run) if record[loss] is not None]
+        return [record[key] / unit for record in steps], [record[loss] for record in steps]
+
+    if key == "tokens":
+        draw(axes, runs, partial(curve, "loss"), band=False, label=None, lw=0.6, alpha=0.5)
+        draw(axes, runs, partial(curve, "val_loss"), marker="o", ms=3)
+    else:  # seeds differ in x, so they have no mean: draw each run
+        for _, members, index, look in styled(runs):
+            look |= {"ls": ("-", "--", ":", "-.")[index % 4], "marker": "o", "ms": 3}
+            for run in members:
+                axes.plot(*curve("val_loss", run), **look)
+                look["label"] = None  # one label per group
+    axes.set(xlabel=label, ylabel=LOSS + (", thin: training" if key == "tokens" else ""))
 
 
 def target(axes, runs):
     runs = [run for run in runs if final_loss(run) < math.inf]
-    goal, groups, right = max(map(final_loss, runs)), grouped(runs), axes.twinx()
-    for i, (residual, members) in enumerate(groups.values()):
-        for key, unit, side, shift in (("tokens", 1e6, axes, -0.2), ("seconds", 60, right, 0.2)):
+    goal = max(map(final_loss, runs))
+    groups, right = grouped(runs), axes.twinx()
+    sides = (("tokens", 1e6, axes, -0.2, None), ("seconds", 60, right, 0.2, "//"))
+    for i, (mode, members) in enumerate(groups.values()):
+        for key, unit, side, shift, hatch in sides:
             needed = [reached(run, goal, key) / unit for run in members]
             mean = sum(needed) / len(needed)
-            error = [[mean - min(needed)], [max(needed) - mean]]
-            hatch = None if side is axes else "//"
-            side.bar(
-                i + shift, mean, 0.38, yerr=error, color=colour(residual), hatch=hatch, ec="white"
-            )
-    axes.set(
-        xticks=range(len(groups)),
-        xticklabels=[g.replace(", ", "\n") for g in groups],
-        ylabel=f"million tokens to a loss of {goal:.3f}",
-    )
+            look = {"color": colour(mode), "hatch": hatch, "ec": "white"}
+            look["yerr"] = [[mean - min(needed)], [max(needed) - mean]]
+            side.bar(i + shift, mean, 0.38, **look)
+    labels = [label.replace(", ", "\n") for label in groups]
+    axes.set(xticks=range(len(groups)), xticklabels=labels)
+    axes.set(ylabel=f"million tokens to a loss of {goal:.3f}")
     right.set(ylabel="minutes to it (hatched)")
     right.spines["right"].set_visible(True)
 
 
+def rate(axes, runs):
+    dense = [run for run in runs if read_log(run)[0]["mod_rate"] == 0]
+    routed = [run for run in runs if run not in dense]
+    ignore = ["mod_rate", "gate_lr", "nag_directions"]
+    against(axes, routed, lambda s: s["mod_rate"], ignore, final_loss, dense)
+    axes.set(xlabel="share of tokens that skip", ylabel=LOSS)
+
+
+def ladder(axes, runs):
+    shape = "n_layer n_embd n_head n_kv_head n_hidden moe_experts moe_shared init_scale".split()
+    against(axes, runs, lambda s: s["n_embd"] / s["n_layer"], shape, final_loss)
+    axes.set(xlabel="width over depth", ylabel=LOSS)
+
+
+def stability(axes, runs):
+    def growth(run):
+        if final_loss(run) == math.inf:
+            return math.inf
+        values = read_eval(run, "depth")["variance"]
+        return values[-1] / values[1]
+
+    right = axes.twinx()
+    right.spines["right"].set_visible(True)
+    rate_of = lambda settings: settings["learning_rate"]
+    against(axes, runs, rate_of, ["learning_rate"], final_loss)
+    against(right, runs, rate_of, ["learning_rate"], growth, ls=":", label=None)
+    axes.set(xlabel="learning rate", ylabel=LOSS, xscale="log")
+    right.set(ylabel="variance, last block over first (dotted)", yscale="log")
+
+
+# ------------------------------------------------------------------------------------------------
+# Figures from eval.json and bench.json
+
+
 def by_depth(key):
+    """A curve of one measurement: run -> (index of the block or sublayer, value)."""
+
     def curve(run):
         depth = read_eval(run, "depth")
         if key not in depth:
@@ -203,14 +281,9 @@ def by_depth(key):
     return curve
 
 
-def variance(axes, runs):
-    draw(axes, runs, by_depth("variance"))
-    axes.set(xlabel="block", ylabel="variance of the stream", yscale="log")
-
-
-def norm(axes, runs):
-    draw(axes, runs, by_depth("norm"))
-    axes.set(xlabel="block", ylabel="norm of the stream", yscale="log")
+def stream(axes, runs, key):
+    draw(axes, runs, by_depth(key))
+    axes.set(xlabel="block", ylabel=f"{key} of the stream", yscale="log")
 
 
 def rotation(axes, runs):
@@ -223,15 +296,12 @@ def rotation(axes, runs):
 
 
 def alpha(axes, runs):
-    def curve(key):
-        def points(run):
-            values = by_depth(key)(run)[1]
-            return range(1, len(values) + 1), values
+    def curve(key, run):
+        values = by_depth(key)(run)[1]
+        return range(1, len(values) + 1), values
 
-        return points
-
-    draw(axes, runs, curve("alpha"), ls="--", label=None)
-    draw(axes, runs, curve("a"))
+    draw(axes, runs, partial(curve, "alpha"), ls="--", label=None)
+    draw(axes, runs, partial(curve, "a"))
     axes.set(xlabel="sublayer", ylabel="mean |a|, and alpha (dashed)")
 
 
@@ -242,14 +312,11 @@ def dropped(axes, runs):
 
 
 def calibrated(axes, runs):
-    def curve(run):
-        bins = read_eval(run, "depth")[
-            "calibration"
-        ]  # each is drawn at its centre, as far off the diagonal as it is
-        centres = [min(9, int(10 * c)) / 10 + 0.05 for c in bins["confidence"]]
-        return centres, [
-            at + a - c for at, a, c in zip(centres, bins["accuracy"], bins["confidence"])
-        ]
+    def curve(run):  # a bin is at its centre, as far above or below the diagonal as it measured
+        bins = read_eval(run, "depth")["calibration"]
+        pairs = [*zip(bins["accuracy"], bins["confidence"])]
+        centres = [min(9, int(10 * confidence)) / 10 + 0.05 for _, confidence in pairs]
+        return centres, [x + accuracy - c for x, (accuracy, c) in zip(centres, pairs)]
 
     axes.plot([0, 1], [0, 1], color="0.7", lw=1)
     draw(axes, runs, curve, marker="o", ms=3)
@@ -264,108 +331,25 @@ def similarity(axes, runs):
     axes.set(xlabel="sublayer", ylabel="sublayer")
 
 
-def against(axes, runs, x_of, but, value, shared=(), **style):
-    """One line a group of runs that differ in x_of(their settings): the mean of value(run) over seeds, with a band.
-    shared: runs that belong to every group of their mode. Groups of a mode have its colour and differ in their marks"""
-    seen = []
-    for label, (residual, members) in grouped(runs, but).items():
-        points, mark = {}, "osD^v"[seen.count(residual) % 5]
-        seen.append(residual)
-        for run in members + [run for run in shared if read_log(run)[0]["residual"] == residual]:
-            points.setdefault(x_of(read_log(run)[0]), []).append(value(run))
-        x = sorted(points)
-        mean = [sum(points[at]) / len(points[at]) for at in x]
-        look = {
-            "marker": mark,
-            "ms": 5,
-            "lw": 1.5,
-            "label": label,
-            "ls": ("-", "--")[mark != "o"],
-        } | style
-        (line,) = axes.plot(x, mean, color=colour(residual), **look)
-        low, high = [min(points[at]) for at in x], [max(points[at]) for at in x]
-        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
-
-
-def final_loss(run):
-    """Infinity for a run that diverged, which no line goes through"""
-    header, records = read_log(run)
-    if records and records[-1].get("bad_steps", 0) >= header.get("max_bad_steps", math.inf):
-        return math.inf
-    return [r["val_loss"] for r in records if r["val_loss"] is not None][-1]
-
-
-def rate(axes, runs):
-    dense = [run for run in runs if read_log(run)[0]["mod_rate"] == 0]
-    routed, but = (
-        [run for run in runs if run not in dense],
-        ["mod_rate", "gate_lr", "nag_directions"],
-    )
-    against(axes, routed, lambda s: s["mod_rate"], but, final_loss, dense)
-    axes.set(xlabel="share of tokens that skip", ylabel="validation loss (nats a token)")
-
-
-def ladder(axes, runs):
-    shape = [
-        "n_layer",
-        "n_embd",
-        "n_head",
-        "n_kv_head",
-        "n_hidden",
-        "moe_experts",
-        "moe_shared",
-        "init_scale",
-    ]
-    against(axes, runs, lambda s: s["n_embd"] / s["n_layer"], shape, final_loss)
-    axes.set(xlabel="width over depth", ylabel="validation loss (nats a token)")
-
-
-def stability(axes, runs):
-    def growth(run):
-        values = (
-            read_eval(run, "depth")["variance"] if final_loss(run) < math.inf else [0, 1, math.inf]
-        )
-        return values[-1] / values[1]
-
-    right = axes.twinx()
-    right.spines["right"].set_visible(True)
-    rate_of = lambda settings: settings["learning_rate"]
-    against(axes, runs, rate_of, ["learning_rate"], final_loss)
-    against(right, runs, rate_of, ["learning_rate"], growth, ls=":", label=None)
-    axes.set(xlabel="learning rate", ylabel="validation loss (nats a token)", xscale="log")
-    right.set(ylabel="variance, last block over first (dotted)", yscale="log")
-
-
-def map_(axes, runs):
+def token_map(axes, runs):
     report = read_eval(runs[0], "mod")
     axes.imshow(report["map"], aspect="auto", cmap="Greys", interpolation="nearest")
-    axes.set(
-        xlabel="token (black: it ran)",
-        yticks=range(len(report["where"])),
-        yticklabels=report["where"],
-    )
+    axes.set(yticks=range(len(report["where"])), yticklabels=report["where"])
+    axes.set(xlabel="token (black: it ran)")
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def speed(axes, files):
     height = 0
     for file in files:
-        parts = [part for part in json.load(need(file)).values() if isinstance(part, dict)]
-        rows = {
-            name: row
-            for part in parts
-            for name, row in part.items()
-            if isinstance(row, dict) and "ratio" in row
-        }
+        rows = {}
+        for part in json.load(need(file)).values():
+            if isinstance(part, dict):
+                rows |= {k: v for k, v in part.items() if isinstance(v, dict) and "ratio" in v}
         for name, row in rows.items():
             low, middle, high = row["ratio"]
-            axes.barh(
-                height,
-                middle,
-                color=colour(name),
-                xerr=[[middle - low], [high - middle]],
-                ecolor="0.5",
-            )
+            look = {"color": colour(name), "ecolor": "0.5"}
+            axes.barh(height, middle, xerr=[[middle - low], [high - middle]], **look)
             axes.text(0, height, f" {name}  {middle:.3f}x", va="center", color="white")
             height += 1
     axes.axvline(1, color="0.7", lw=1)
@@ -373,9 +357,13 @@ def speed(axes, files):
 
 
 FIGURES = {
-    "loss": loss, "flops": flops, "time": time, "target": target, "variance": variance, "norm": norm,
-    "rotation": rotation, "alpha": alpha, "dropped": dropped, "calibrated": calibrated, "similarity": similarity,
-    "rate": rate, "ladder": ladder, "map": map_, "stability": stability, "speed": speed,
+    "loss": partial(losses_against, key="tokens", unit=1e6, label="million tokens"),
+    "flops": partial(losses_against, key="flops", unit=1e12, label="training TFLOPs"),
+    "time": partial(losses_against, key="seconds", unit=60, label="minutes of training"),
+    "target": target, "rate": rate, "ladder": ladder, "stability": stability,
+    "variance": partial(stream, key="variance"), "norm": partial(stream, key="norm"),
+    "rotation": rotation, "alpha": alpha, "dropped": dropped, "calibrated": calibrated,
+    "similarity": similarity, "map": token_map, "speed": speed,
 }  # fmt: skip
 
 
@@ -383,21 +371,14 @@ def main(figure, out, *runs):
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams.update(
-        {
-            "svg.hashsalt": "residual",
-            "font.size": 10,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-        }
-    )
+    matplotlib.rcParams.update({"svg.hashsalt": "residual", "font.size": 10})
+    matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     import matplotlib.pyplot as plt
 
     if figure not in FIGURES:
-        raise SystemExit(
-            f"plot.py: there is no figure {figure!r}: choose one of {', '.join(FIGURES)}"
-        )
-    if FIGURES[figure] is not speed:
+        figures = ", ".join(FIGURES)
+        raise SystemExit(f"plot.py: there is no figure {figure!r}: choose one of {figures}")
+    if figure != "speed":
         refuse_mixed_data(runs)
     fig, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     FIGURES[figure](axes, runs)

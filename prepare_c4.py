@@ -1,13 +1,14 @@
 """
-Text to shards of tokens, and shards to batches: the format is written and read in this one file.
+Turn text into shards of token ids.
 
-    python prepare_c4.py                                    the Python standard library as bytes: no download, seconds
-    python prepare_c4.py --source=c4 --max_tokens=1e9       C4 en from the hub, gpt2 BPE (set HF_TOKEN if you have one)
-    python prepare_c4.py --source='dump/*.json.gz'          the same records from disk: .json.gz .jsonl .parquet .txt
+    python prepare_c4.py                                 your Python's standard library, as bytes
+    python prepare_c4.py --source=c4 --max_tokens=1e9    C4 en from the Hugging Face hub
+    python prepare_c4.py --source='dump/*.json.gz'       your .json.gz, .jsonl, .parquet, .txt files
 
-A shard is a 64-byte header and up to shard_tokens token ids. Documents follow one another in a fixed order, each with
-end-of-text behind it, running on from one shard into the next. Started again after a kill, preparation goes on behind
-the last whole shard: meta.json says which token of which document of which file comes next.
+A shard is a 64-byte header and at most shard_tokens token ids. data.py reads shards. Documents
+follow one another in a fixed order, and end-of-text ends each of them. A document can start in one
+shard and end in the next. If preparation is stopped, start it again. It continues after the last
+whole shard, at the file, document and token that meta.json names.
 """
 
 import glob
@@ -40,54 +41,50 @@ from data import (
     write_json,
 )
 
-source = "python"  # python: the standard library's own source; c4: from the hub; anything else: a glob of files
-val_source: str | None = (
-    None  # glob of validation files; None: c4's own, elsewhere val_share of the documents
-)
-val_share = (
-    0.05  # share of the documents, chosen by a hash of their text, that is kept for validation
-)
-tokenizer: str | None = (
-    None  # bytes, a name tiktoken knows, or a .tiktoken file; None: bytes for python, else gpt2
-)
-data_dir: str | None = None  # where the shards go; None: data/python, data/c4 or data/text
-max_tokens: int | None = None  # stop after so many training tokens; None: take all there is
-max_val_tokens = 10_000_000  # stop after so many validation tokens
-shard_tokens = 50_000_000  # tokens a shard
-workers: int | None = None  # processes that tokenise; None: one a core
+source = "python"  # python (its standard library), c4 (from the hub), or a pattern of file names
+val_source: str | None = None  # validation files; None: c4's own, or val_share of the documents
+val_share = 0.05  # share of the documents for validation, chosen by a hash of their text
+tokenizer: str | None = None  # bytes, a tiktoken name or file; None: bytes for python, else gpt2
+data_dir: str | None = None  # folder for the shards; None: data/python, data/c4 or data/text
+max_tokens: int | None = None  # stop after this many training tokens; None: take all text
+max_val_tokens = 10_000_000  # stop after this many validation tokens
+shard_tokens = 50_000_000  # tokens per shard
+workers: int | None = None  # processes that tokenise; None: one per core
 
-C4 = "hf://datasets/allenai/c4/en/c4-{split}.{i:05d}-of-{n:05d}.json.gz"  # 1024 files train, 8 validate
+# C4 has 1024 training files and 8 validation files.
+C4 = "hf://datasets/allenai/c4/en/c4-{split}.{i:05d}-of-{n:05d}.json.gz"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Documents
 
 
 def list_files(source):
-    """(training files, validation files or None where a hash of each document decides)"""
+    """(training files, validation files or None). With None, validates() splits the documents."""
     if source == "c4":
         return [
-            [C4.format(split=s, i=i, n=n) for i in range(n)]
-            for s, n in (("train", 1024), ("validation", 8))
+            [C4.format(split=split, i=i, n=n) for i in range(n)]
+            for split, n in (("train", 1024), ("validation", 8))
         ]
     if source == "python":
         root = sysconfig.get_paths()["stdlib"]
         pattern = os.path.join(glob.escape(root), "**", "*.py")
-        return sorted(
-            f for f in glob.glob(pattern, recursive=True) if "site-packages" not in f
-        ), None
+        files = glob.glob(pattern, recursive=True)
+        return sorted(f for f in files if "site-packages" not in f), None
     return sorted(glob.glob(source, recursive=True)), None
 
 
 def validates(text, share):
-    return (
-        int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
-        < share * 2**64
-    )
+    """Whether a document belongs to validation. A hash of its text decides."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def batches(files, keep, start):
-    """Lists of (file, document, text) of about a megabyte, beginning at (file, document) = start"""
+    """Yield lists of (file index, document index, text), about a megabyte each.
+
+    start is the (file index, document index) to begin at. keep(text) selects the documents.
+    """
     batch, size = [], 0
     for f in range(start[0], len(files)):
         for n, text in enumerate(read_documents(files[f])):
@@ -102,27 +99,33 @@ def batches(files, keep, start):
         yield batch
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing
+# ------------------------------------------------------------------------------------------------
+# Tokens
 
 
 def start_worker(name):
+    """Load the tokenizer in a worker process, and exit when the parent process ends."""
     global encoding
     encoding = get_tokenizer(name)
-    Thread(
-        target=lambda: (parent_process().join(), os._exit(1)), daemon=True
-    ).start()  # do not outlive a killed parent
+    exit_with_parent = lambda: (parent_process().join(), os._exit(1))
+    Thread(target=exit_with_parent, daemon=True).start()
 
 
 def tokenise(batch):
-    """[(file, document, tokens with end-of-text behind them)]; text that spells a special token is just text"""
+    """Tokens of each document: [(file index, document index, array that ends with end-of-text)].
+
+    Text that spells a special token is tokenised as ordinary text.
+    """
     dtype, eot = token_dtype(encoding.n_vocab), encoding.eot_token
     ids = [encoding.encode_to_numpy(text, disallowed_special=()) for _, _, text in batch]
     return [(f, n, np.append(tokens, eot).astype(dtype)) for (f, n, _), tokens in zip(batch, ids)]
 
 
 def in_order(pool, jobs, ahead):
-    """tokenise the jobs in other processes, never more than `ahead` in flight; results in the order of the jobs"""
+    """Tokenise jobs in other processes, and yield the results in the order of the jobs.
+
+    At most `ahead` jobs are submitted at a time.
+    """
     pending = deque()
     for job in jobs:
         pending.append(pool.submit(tokenise, job))
@@ -132,26 +135,35 @@ def in_order(pool, jobs, ahead):
         yield pending.popleft().result()
 
 
+# ------------------------------------------------------------------------------------------------
+# Shards
+
+
+def write_shard(path, tokens, tokenizer_sha256):
+    """Write one shard. Return its entry for meta.json."""
+    digest = bytes.fromhex(tokenizer_sha256)
+    with atomic(path) as file:
+        file.write(HEADER.pack(MAGIC, VERSION, tokens.itemsize, len(tokens), digest))
+        file.write(tokens.data)
+    return {"file": os.path.basename(path), "tokens": len(tokens), "sha256": file_sha256(path)}
+
+
 def write_split(name, files, keep, limit, directory, meta, pool, workers):
-    """Write what is missing of one split, shard by shard, and say so in meta.json behind each."""
-    split, digest = meta["splits"][name], bytes.fromhex(meta["tokenizer_sha256"])
-    dtype, size = token_dtype(meta["vocab_size"]), meta["shard_tokens"]
-    buffer, fill, began, before = np.empty(size, dtype), 0, time.time(), split["tokens"]
+    """Write the shards of one split that are still missing. Update meta.json after each shard.
+
+    keep(text) selects the documents. limit is the number of tokens to stop at, or None.
+    """
+    split, shard_tokens = meta["splits"][name], meta["shard_tokens"]
+    buffer = np.empty(shard_tokens, token_dtype(meta["vocab_size"]))
+    fill = 0  # tokens in the buffer
+    most = sys.maxsize if limit is None else limit
+    began, tokens_before = time.time(), split["tokens"]
 
     def flush(next_token, complete=False):
         nonlocal fill
         if fill:
-            shard = f"{name}_{len(split['shards']):05d}.bin"
-            with atomic(os.path.join(directory, shard)) as file:
-                file.write(HEADER.pack(MAGIC, VERSION, dtype.itemsize, fill, digest))
-                file.write(buffer[:fill].data)
-            split["shards"].append(
-                {
-                    "file": shard,
-                    "tokens": fill,
-                    "sha256": file_sha256(os.path.join(directory, shard)),
-                }
-            )
+            path = os.path.join(directory, f"{name}_{len(split['shards']):05d}.bin")
+            split["shards"].append(write_shard(path, buffer[:fill], meta["tokenizer_sha256"]))
         split.update(tokens=split["tokens"] + fill, next=next_token, complete=complete)
         write_json(os.path.join(directory, "meta.json"), meta)
         fill = 0
@@ -160,93 +172,37 @@ def write_split(name, files, keep, limit, directory, meta, pool, workers):
     for results in in_order(pool, batches(files, keep, (file, document)), 4 * workers):
         for f, n, tokens in results:
             at = skip if (f, n) == (file, document) else 0
-            while at < len(tokens) and (limit is None or split["tokens"] + fill < limit):
-                room = min(
-                    size - fill, sys.maxsize if limit is None else limit - split["tokens"] - fill
-                )
+            while at < len(tokens) and split["tokens"] + fill < most:
+                room = min(shard_tokens - fill, most - split["tokens"] - fill)
                 part = tokens[at : at + room]
                 buffer[fill : fill + len(part)] = part
-                fill, at = fill + len(part), at + len(part)
-                if fill == size:
+                fill += len(part)
+                at += len(part)
+                if fill == shard_tokens:
                     flush([f, n, at])
-        tokens = split["tokens"] + fill
-        progress(
-            name,
-            tokens,
-            tokens / limit if limit else f / len(files),
-            (tokens - before) / (time.time() - began),
-        )
-        if limit is not None and tokens >= limit:
+        total = split["tokens"] + fill
+        share = total / limit if limit else f / len(files)
+        progress(name, total, share, (total - tokens_before) / (time.time() - began))
+        if total >= most:
             break
     flush([len(files), 0, 0], complete=True)
     print(f"\n{name}: {split['tokens']:,} tokens in {len(split['shards'])} shards", flush=True)
 
 
 def progress(name, tokens, share, rate):
+    """Draw the progress bar of a split: share is between 0 and 1, rate is in tokens a second."""
     eta = f"{tokens * (1 / share - 1) / rate:.0f} s" if share and rate else "?"
-    bar = f"{name} [{'#' * int(20 * share):<20}] {tokens:,} tokens, {rate / 1e6:.2f} M/s, ETA {eta}   "
-    print("\r" + bar, end="", file=sys.stderr, flush=True)
-
-
-def prepare(settings):
-    source = settings["source"]
-    name = settings["tokenizer"] or ("bytes" if source == "python" else "gpt2")
-    directory = settings["data_dir"] or f"data/{source if source in ('python', 'c4') else 'text'}"
-    limit, cores = settings["max_tokens"], settings["workers"] or os.cpu_count()
-    if source == "c4" and limit is None:
-        raise SystemExit(
-            "c4 is some 160e9 tokens, 320 GB of shards: say how many you want with --max_tokens=1e9"
-        )
-    if (
-        min(
-            settings["shard_tokens"],
-            settings["max_val_tokens"],
-            1 if limit is None else limit,
-            cores,
-        )
-        < 1
-    ):
-        raise SystemExit("shard_tokens, max_tokens, max_val_tokens and workers must be at least 1")
-    if not 0 <= settings["val_share"] < 1:
-        raise SystemExit(f"val_share={settings['val_share']}: give a share, 0 <= val_share < 1")
-    train, val = list_files(source)
-    if settings["val_source"] is not None:
-        val = list_files(settings["val_source"])[0]
-    if not train or val == []:
-        raise SystemExit(f"no file matches {source if not train else settings['val_source']!r}")
-    encoding = get_tokenizer(name)
-    os.makedirs(directory, exist_ok=True)
-    meta = open_meta(directory, name, encoding, settings, train, val)
-    left = max(0, (limit or 0) - meta["splits"]["train"]["tokens"])
-    need, free = left * token_dtype(encoding.n_vocab).itemsize, shutil.disk_usage(directory).free
-    if need > free:
-        raise SystemExit(
-            f"{directory}: {left:,} tokens need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-        )
-    share = settings["val_share"] if val is None else 0.0
-    jobs = {
-        "val": (
-            val or train,
-            lambda text: val or validates(text, share),
-            settings["max_val_tokens"],
-        ),
-        "train": (train, lambda text: not share or not validates(text, share), limit),
-    }
-    with ProcessPoolExecutor(cores, get_context("spawn"), start_worker, (name,)) as pool:
-        for split, (files, keep, most) in jobs.items():
-            if not meta["splits"][split]["complete"]:
-                write_split(split, files, keep, most, directory, meta, pool, cores)
-    print(f"{directory}: " + ", ".join(f"{s} {meta['splits'][s]['tokens']:,} tokens" for s in jobs))
-
-
-def local_size(path):
-    return os.path.getsize(path) if os.path.exists(path) else None
+    bar = f"{name} [{'#' * int(20 * share):<20}]"
+    text = f"\r{bar} {tokens:,} tokens, {rate / 1e6:.2f} M/s, ETA {eta}   "
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 def open_meta(directory, name, encoding, settings, train, val):
-    """A new meta.json, or the one that is there if it is of the very same preparation"""
+    """Write a new meta.json, or return the one in the directory if its settings are the same."""
     path = os.path.join(directory, "meta.json")
     local = name.endswith(".tiktoken")
+    sources = ("source", "val_source", "val_share", "max_tokens", "max_val_tokens")
+    sizes = [[f, os.path.getsize(f) if os.path.exists(f) else None] for f in (*train, *(val or ()))]
     meta = {
         "version": VERSION,
         "tokenizer": "tokenizer.tiktoken" if local else name,
@@ -255,30 +211,70 @@ def open_meta(directory, name, encoding, settings, train, val):
         "eot": encoding.eot_token,
         "dtype": token_dtype(encoding.n_vocab).name,
         "shard_tokens": settings["shard_tokens"],
-        "made_from": {
-            k: settings[k]
-            for k in ("source", "val_source", "val_share", "max_tokens", "max_val_tokens")
-        },
-        "input_files": hashlib.sha256(
-            json.dumps([[f, local_size(f)] for f in (*train, *(val or ()))]).encode()
-        ).hexdigest(),
+        "made_from": {key: settings[key] for key in sources},
+        "input_files": hashlib.sha256(json.dumps(sizes).encode()).hexdigest(),
         "splits": {
-            s: {"tokens": 0, "shards": [], "next": [0, 0, 0], "complete": False}
-            for s in ("val", "train")
+            split: {"tokens": 0, "shards": [], "next": [0, 0, 0], "complete": False}
+            for split in ("val", "train")
         },
     }
     if os.path.exists(path):
         old = read_meta(directory)
         differs = [key for key in meta if key != "splits" and meta[key] != old.get(key)]
         if differs:
-            raise SystemExit(
-                f"{directory} was prepared with another {', '.join(differs)}: choose another --data_dir"
-            )
+            different = f"{directory} was prepared with another {', '.join(differs)}"
+            raise SystemExit(f"{different}: choose another --data_dir")
         return old
     if local:
         shutil.copyfile(name, os.path.join(directory, meta["tokenizer"]))
     write_json(path, meta)
     return meta
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+def prepare(settings):
+    """Write both splits to data_dir, validation first."""
+    source, limit = settings["source"], settings["max_tokens"]
+    cores = settings["workers"] or os.cpu_count()
+    if source == "c4" and limit is None:
+        size = "C4 has about 160e9 tokens, 320 GB of shards"
+        raise SystemExit(f"{size}: say how many you want with --max_tokens=1e9")
+    counts = [settings["shard_tokens"], settings["max_val_tokens"], cores]
+    if min(counts if limit is None else [limit, *counts]) < 1:
+        raise SystemExit("shard_tokens, max_tokens, max_val_tokens and workers must be at least 1")
+    if not 0 <= settings["val_share"] < 1:
+        raise SystemExit(f"val_share={settings['val_share']}: must be at least 0 and below 1")
+    train, val = list_files(source)
+    if settings["val_source"] is not None:
+        val = list_files(settings["val_source"])[0]
+    if not train or val == []:
+        raise SystemExit(f"no file matches {source if not train else settings['val_source']!r}")
+
+    name = settings["tokenizer"] or ("bytes" if source == "python" else "gpt2")
+    encoding = get_tokenizer(name)
+    directory = settings["data_dir"] or f"data/{source if source in ('python', 'c4') else 'text'}"
+    os.makedirs(directory, exist_ok=True)
+    meta = open_meta(directory, name, encoding, settings, train, val)
+    left = max(0, (limit or 0) - meta["splits"]["train"]["tokens"])
+    need, free = left * token_dtype(encoding.n_vocab).itemsize, shutil.disk_usage(directory).free
+    if need > free:
+        space = f"{left:,} tokens need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+        raise SystemExit(f"{directory}: {space}")
+
+    share = settings["val_share"] if val is None else 0.0
+    keep_val = lambda text: val or validates(text, share)
+    keep_train = lambda text: not share or not validates(text, share)
+    jobs = {
+        "val": (val or train, keep_val, settings["max_val_tokens"]),
+        "train": (train, keep_train, limit),
+    }
+    with ProcessPoolExecutor(cores, get_context("spawn"), start_worker, (name,)) as pool:
+        for split, (files, keep, most) in jobs.items():
+            if not meta["splits"][split]["complete"]:
+                write_split(split, files, keep, most, directory, meta, pool, cores)
+    print(f"{directory}: " + ", ".join(f"{s} {meta['splits'][s]['tokens']:,} tokens" for s in jobs))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""C4 read by the real client from a stand-in of the hub on 127.0.0.1 that fails as networks do"""
+"""Prepare C4 with the real client, from a local stand-in for the hub that fails like a network."""
 
 import glob
 import gzip
@@ -19,19 +19,17 @@ import prepare_c4
 from test_all import HERE, make_data
 
 pytestmark = pytest.mark.slow
-# ------------------------------------------------------------------------------------------------
-# C4 from the hub
 
 C4_DOCUMENTS = {"validation.00000": 20, "train.00000": 30, "train.00001": 5, "train.00002": 20}
-C4_BLOCK = 50_000  # bytes a request, so that a file takes several
+C4_BLOCK = 50_000  # bytes per request, so that a file takes several requests
 C4_ARGV = "--tokenizer=bytes --workers=1 --shard_tokens=2e6 --max_tokens=15e6 --max_val_tokens=1e6"
 
 
 @pytest.fixture(scope="module")
 def c4_files():
-    """
-    {name: content} of all that C4 has. The first few have documents of 400 kB, the others none.
-    The client decodes 10 MB at once, so it fetches the end of train.00000 after it gave us records.
+    """{name: content} of all files of C4. The first few have documents of 400 kB, the others none.
+
+    The client decodes 10 MB at once. So it yields records before it fetches the end of train.00000.
     """
     rng, files = random.Random(0), {}
     for path in sum(prepare_c4.list_files("c4"), []):
@@ -45,9 +43,10 @@ def c4_files():
 
 
 class Hub(BaseHTTPRequestHandler):
-    """
-    The requests that the client has for the hub. A fault is (pattern, what happens to a request).
-    The first fault left waits for a request that matches its pattern. Then the next one waits.
+    """Answers the client's requests to the hub.
+
+    A fault is (pattern, what happens to a request). Faults happen in order, each to the first
+    request that matches its pattern after the previous fault.
     """
 
     def do_GET(self):
@@ -82,9 +81,9 @@ class Hub(BaseHTTPRequestHandler):
         else:
             self.reply(404)
 
-    def reply(self, status, headers={}, body=b"", cut=False):
+    def reply(self, status, headers=None, body=b"", cut=False):
         self.send_response(status)
-        for key, value in {**headers, "Content-Length": len(body)}.items():
+        for key, value in {**(headers or {}), "Content-Length": len(body)}.items():
             self.send_header(key, value)
         self.end_headers()
         self.wfile.write(body[: len(body) // 2] if cut else body)
@@ -94,6 +93,8 @@ class Hub(BaseHTTPRequestHandler):
 
 
 class StandIn:
+    """A server that acts as the hub, with these files and faults."""
+
     def __init__(self, files, faults):
         self.files, self.faults, self.requests, self.port = files, list(faults), [], 0
         self.appear()
@@ -111,7 +112,7 @@ class StandIn:
         self.server.server_close()
 
     def prepare(self, directory, *command):
-        """Prepare c4 from here in another process, and again for as long as it is killed."""
+        """Prepare C4 from this hub in another process. Start it again whenever it is killed."""
         env = {k: v for k, v in os.environ.items() if not re.match("HF_|.*proxy", k, re.I)}
         env |= {"HF_ENDPOINT": self.url, "HF_HOME": f"{directory}/home"}
         env |= {"FSSPEC_HF": json.dumps({"block_size": C4_BLOCK})}
@@ -139,7 +140,7 @@ C4_FAULTS = {
     "failures": [
         (r"/tree/", (520,)),
         (r"/c4 ", (500,)),
-        *[(r"resolve.*train.00000.* 9\d%", LATER)] * 6,  # at the sixth the client itself gives up
+        *[(r"resolve.*train.00000.* 9\d%", LATER)] * 6,  # the client gives up at the sixth
         (r"content.*train.00001", "cut"),
     ],
     "deaths": [
@@ -165,12 +166,12 @@ def test_c4_from_a_hub_that_fails_equals_c4_from_disk(c4_files, tmp_path):
     for name, hub in hubs.items():
         assert (hub.status, hub.faults) == (0, []), hub.errors
         assert shards(tmp_path / name) == whole, name
-        # Two looks at the data set and two listings of two pages, however many files are read. A
-        # second process that asks would double that. A fault costs one request more.
+        # Two requests for the data set and two listings of two pages, for any number of files. A
+        # second process would double that. A fault adds one request.
         asked = [r for r in hub.requests if r.startswith("/api/datasets/")]
         faults = sum(pattern in ("/c4 ", "/tree/") for pattern, _ in C4_FAULTS[name])
         assert len(asked) <= hub.runs * 6 + faults, asked
-        # A block is fetched once to learn the columns and once to read, with a redirect each time.
+        # Each block is fetched once for the columns and once for the records, with a redirect each.
         fetched = [r for r in hub.requests if "train.00002" in r]
         size = len(next(content for n, content in c4_files.items() if "train.00002" in n))
         assert len(fetched) <= 2 * 2 * (size // C4_BLOCK + 1) + 1, fetched

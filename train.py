@@ -1,8 +1,8 @@
 """
 Train a language model. Read this file from top to bottom: it is the whole story.
 
-    python prepare_c4.py && python train.py                                  the default: minutes on any machine
-    python train.py config/byte_6x384.py --learning_rate=3e-3                settings from a file, then from here
+    python prepare_c4.py && python train.py                    the default: minutes on any machine
+    python train.py config/byte_6x384.py --learning_rate=3e-3  settings from a file, then from here
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py    one process a GPU
 """
 
@@ -48,19 +48,13 @@ from norms import gathered
 # where things are
 data_dir = "data/python"  # shards that prepare_c4.py made
 out_dir = "out"  # checkpoints and log.jsonl
-init_from = "scratch"  # scratch; resume in out_dir; auto: resume if there is a checkpoint; or a checkpoint to fine-tune
-branch_from: str | None = (
-    None  # another run's checkpoint to go on from in a new out_dir, with step and optimizer
-)
+init_from = "scratch"  # scratch, resume (in out_dir), auto (either) or a checkpoint to fine-tune
+branch_from: str | None = None  # a checkpoint to go on from in a new out_dir, optimizer and all
 # how long, and on how much
 max_iters = 700  # optimizer steps
-flops_budget: float | None = (
-    None  # training FLOPs in place of max_iters; the step that reaches them is the last
-)
-batch_size = 8  # the most sequences that a rank takes at once; a smaller number is used where this does not divide
-gradient_accumulation_steps: int | None = (
-    None  # micro-steps a step, over all ranks together; None: 1
-)
+flops_budget: float | None = None  # training FLOPs, in place of max_iters
+batch_size = 8  # the most sequences that a rank takes at once
+gradient_accumulation_steps: int | None = None  # micro-steps of all ranks in a step; None: 1
 total_batch_tokens: int | None = None  # tokens a step; in place of gradient_accumulation_steps
 seed = 1337  # of initialisation, data order and dropout
 # optimizer
@@ -68,37 +62,31 @@ optimizer = "adamw"  # adamw, or muon for the matrices and adamw for the rest
 learning_rate = 4e-3  # the peak
 gate_lr: float | None = None  # peak for the residual's scalars and gates; None: learning_rate
 alpha_warmup_iters = 0  # nag: steps over which its rotations grow from none to full
-bhyt_interval = (
-    100  # bhyt, prenorm_approx: steps between refreshes of the c that predicts a variance
-)
+bhyt_interval = 100  # bhyt, prenorm_approx: steps between refreshes of c
 weight_decay = 0.1  # of matrices and embeddings; nothing else decays
 beta1 = 0.9  # adamw
 beta2 = 0.95  # adamw
 grad_clip = 1.0  # largest norm of the whole gradient; 0: no clipping
-schedule = "cosine"  # decay of the learning rate: cosine, or wsd: constant, then linear over the last wsd_share
+schedule = "cosine"  # decay of the learning rate: cosine, or wsd: linear over the last wsd_share
 wsd_share = 0.2  # wsd: share of the steps that decay
 warmup_iters = 50  # steps of linear warm-up
 warmup_share: float | None = None  # share of all steps, in place of warmup_iters
 lr_decay_iters: int | None = None  # step at which the learning rate reaches min_lr; None: the last
 min_lr: float | None = None  # where the learning rate ends; None: a tenth of learning_rate
-max_bad_steps = 5  # give up after so many steps in a row with a loss or gradient that is not finite
+max_bad_steps = 5  # give up after so many steps in a row whose loss or gradient is not finite
 # fine-tuning
-sft_data: str | None = (
-    None  # conversations to train on: a .jsonl in LIMA's format or a name on the hub
-)
+sft_data: str | None = None  # conversations: a .jsonl in LIMA's format or a name on the hub
 lora_rank = 0  # of adapters that train in place of the weights; 0: none
 lora_alpha = 16.0  # lora: an adapter's output is multiplied by lora_alpha / lora_rank
 lora_dropout = 0.0  # lora: on the adapters' input
 lora_targets = "wq,wk,wv,wo"  # lora: linears that get one; also up, gate, down
 # what is measured and kept
 eval_interval = 200  # steps between evaluations; 0: never
-eval_tokens: int | None = 131072  # validation tokens, evenly spaced over the split; None: all of it
+eval_tokens: int | None = 98304  # validation tokens, spread over the split; None: all of it
 val_part = "all"  # of the validation split: all, or one half of its windows: tune or report
 log_interval = 1  # steps between lines
 log_grad_norms = False  # also log the gradient norm of every parameter, before clipping
-save_interval: int | None = (
-    None  # steps between saves; 0: only at the end; None: by time, see saves_by_time
-)
+save_interval: int | None = None  # steps between saves; 0: only the end; None: see saves_by_time
 keep_interval = 0  # steps between checkpoints that are kept, from step 0 on; 0: none
 save_best = False  # also keep the checkpoint with the lowest validation loss
 wandb_log = False  # send the records to wandb as well
@@ -106,12 +94,10 @@ wandb_project = "residual"  # project there
 # machine
 device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
 dtype = "auto"  # float32 or bfloat16 autocast; auto: bfloat16 where the hardware computes in it
-compile: bool | None = (
-    None  # torch.compile each block; None: on CUDA, and on Linux CPUs that have g++
-)
+compile: bool | None = None  # torch.compile each block; None: on CUDA, and on Linux with g++
 loss_chunk: int | None = None  # tokens whose logits are in memory at a time; None: all
-recompute = False  # keep only the input of each block and recompute the rest in the backward: a third more time
-shard = "none"  # none: every rank holds the whole model (DDP); fsdp: every rank holds a share of each block (FSDP2)
+recompute = False  # keep only the input of each block and recompute the rest in the backward
+shard = "none"  # none: every rank holds the model (DDP); fsdp: a share of each block (FSDP2)
 
 settings, given = configure(globals(), GPTConfig, argv=sys.argv[1:])
 
@@ -121,34 +107,34 @@ def fail(message):
     raise SystemExit(f"train.py: {message}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Settings: the checkpoint's, where the run starts from one, then those given now
 
-MAY_CHANGE = set(  # in a run that goes on; all other settings shape the model, the data order or the optimizer's state
-    "data_dir out_dir init_from branch_from max_iters flops_budget batch_size gradient_accumulation_steps "
-    "total_batch_tokens learning_rate gate_lr alpha_warmup_iters bhyt_interval weight_decay grad_clip schedule wsd_share "
-    "warmup_iters warmup_share lr_decay_iters min_lr max_bad_steps eval_interval eval_tokens val_part log_interval "
-    "log_grad_norms save_interval keep_interval save_best wandb_log wandb_project device dtype compile loss_chunk "
-    "recompute shard dropout".split()
+MAY_CHANGE = set(  # in a run that goes on. Others shape the model, the data order, the optimizer.
+    "data_dir out_dir init_from branch_from max_iters flops_budget batch_size "
+    "gradient_accumulation_steps total_batch_tokens learning_rate gate_lr alpha_warmup_iters "
+    "bhyt_interval weight_decay grad_clip schedule wsd_share warmup_iters warmup_share "
+    "lr_decay_iters min_lr max_bad_steps eval_interval eval_tokens val_part log_interval "
+    "log_grad_norms save_interval keep_interval save_best wandb_log wandb_project device dtype "
+    "compile loss_chunk recompute shard dropout".split()
 )
-RULES = (
+ABOVE_0 = (
+    "max_iters batch_size gradient_accumulation_steps log_interval max_bad_steps bhyt_interval "
+    "loss_chunk learning_rate eval_tokens flops_budget total_batch_tokens lr_decay_iters wsd_share"
+)
+AT_LEAST_0 = (
+    "seed weight_decay grad_clip beta1 beta2 gate_lr warmup_iters alpha_warmup_iters "
+    "eval_interval save_interval keep_interval lora_rank"
+)
+BATCH = {"gradient_accumulation_steps", "total_batch_tokens"}
+MODEL_SETTINGS = {field.name for field in fields(GPTConfig)}
+RULES = (  # names of settings, what holds for their values, and that in words
     ("optimizer", lambda v: v in ("adamw", "muon"), "adamw or muon"),
     ("schedule", lambda v: v in ("cosine", "wsd"), "cosine or wsd"),
     ("shard", lambda v: v in ("none", "fsdp"), "none or fsdp"),
     ("val_part", lambda v: v in ("all", "tune", "report"), "all, tune or report"),
-    ("max_iters batch_size gradient_accumulation_steps", lambda v: v > 0, "above 0"),
-    ("log_interval max_bad_steps bhyt_interval loss_chunk", lambda v: v > 0, "above 0"),
-    (
-        "learning_rate eval_tokens flops_budget total_batch_tokens lr_decay_iters wsd_share",
-        lambda v: v > 0,
-        "above 0",
-    ),
-    (
-        "seed weight_decay grad_clip beta1 beta2 gate_lr warmup_iters alpha_warmup_iters",
-        lambda v: v >= 0,
-        "at least 0",
-    ),
-    ("eval_interval save_interval keep_interval lora_rank", lambda v: v >= 0, "at least 0"),
+    (ABOVE_0, lambda v: v > 0, "above 0"),
+    (AT_LEAST_0, lambda v: v >= 0, "at least 0"),
     ("lora_dropout", lambda v: 0 <= v < 1, "a share, below 1"),
     ("beta1 beta2 wsd_share", lambda v: v <= 1, "at most 1"),
     ("warmup_share", lambda v: 0 <= v <= 1, "a share, from 0 to 1"),
@@ -159,32 +145,25 @@ RULES = (
 def inherit(saved, going_on):
     """The settings of a run that starts from a checkpoint.
 
-    A run that goes on has all of the checkpoint's; fine-tuning has its model and, unless told otherwise, its data.
-    Settings given now come on top. One that contradicts what must stay is an error.
+    A run that goes on has all of the checkpoint's. Fine-tuning has its model and its data_dir.
+    Settings given now come on top; one that contradicts what must stay is an error.
     """
-    model_fields = {field.name for field in fields(GPTConfig)}
     old = settings | saved["settings"] | saved["config"]
     if going_on:
         kept, fixed = {k: old[k] for k in settings}, settings.keys() - MAY_CHANGE
-        if given.keys() & {"gradient_accumulation_steps", "total_batch_tokens"}:
-            kept |= {
-                "gradient_accumulation_steps": None,
-                "total_batch_tokens": None,
-            }  # one replaces the other
+        if given.keys() & BATCH:  # either replaces the other
+            kept |= dict.fromkeys(BATCH)
     else:
-        kept = settings | {k: old[k] for k in model_fields | {"data_dir"}}
-        fixed = model_fields - {"dropout", "block_size"}
+        kept = settings | {k: old[k] for k in MODEL_SETTINGS | {"data_dir"}}
+        fixed = MODEL_SETTINGS - {"dropout", "block_size"}
         predicts = hasattr(RESIDUALS[old["residual"]], "refresh")
         if predicts and given.get("block_size", old["block_size"]) != old["block_size"]:
-            kept["bhyt_context"] = (
-                old["bhyt_context"] or old["block_size"]
-            )  # c was learned at this T
+            kept["bhyt_context"] = old["bhyt_context"] or old["block_size"]  # c was learned at it
     kept |= {k: settings[k] for k in ("out_dir", "init_from", "branch_from")}
-    differs = [
-        f"{k}={old[k]!r}, not {given[k]!r}" for k in given if k in fixed and given[k] != old[k]
-    ]
-    if differs:
-        fail(f"{saved['path']} was trained with {'; '.join(differs)}")
+    changed = [k for k in given if k in fixed and given[k] != old[k]]
+    if changed:
+        differs = "; ".join(f"{k}={old[k]!r}, not {given[k]!r}" for k in changed)
+        fail(f"{saved['path']} was trained with {differs}")
     return kept | given
 
 
@@ -193,133 +172,97 @@ def check_settings():
         for key in keys.split():
             if settings[key] is not None and not holds(settings[key]):
                 fail(f"{key}={settings[key]!r}: must be {text}")
-    if total_batch_tokens is not None and gradient_accumulation_steps is not None:
-        fail(
-            "total_batch_tokens and gradient_accumulation_steps say the same: set one, and the other to None"
-        )
     residual = RESIDUALS.get(settings["residual"])
+    adapter_defaults = (16.0, 0.0, "wq,wk,wv,wo")
+    if total_batch_tokens is not None and gradient_accumulation_steps is not None:
+        fail("total_batch_tokens and gradient_accumulation_steps: set one, and the other to None")
     if alpha_warmup_iters and not hasattr(residual, "turn"):
-        fail(
-            f"alpha_warmup_iters={alpha_warmup_iters} needs a mode that rotates, such as residual='nag'"
-        )
+        fail(f"alpha_warmup_iters={alpha_warmup_iters} needs a mode that rotates, such as nag")
     if bhyt_interval != 100 and not hasattr(residual, "refresh"):
-        fail(
-            f"bhyt_interval={bhyt_interval} needs a mode that predicts a variance, such as residual='bhyt'"
-        )
+        fail(f"bhyt_interval={bhyt_interval} needs a mode that predicts a variance, such as bhyt")
     if settings["bf16_stream"] and dtype == "float32":
         fail("bf16_stream=True needs dtype='bfloat16'")
     if shard == "fsdp" and world == 1:
         fail("shard='fsdp' needs several processes: start it with torchrun")
     if compile and device.type == "cpu" and shutil.which("g++") is None:
         fail("compile=True needs a C++ compiler on a CPU: install g++, or --compile=False")
-    if not lora_rank and (lora_alpha, lora_dropout, lora_targets) != (16.0, 0.0, "wq,wk,wv,wo"):
+    if not lora_rank and (lora_alpha, lora_dropout, lora_targets) != adapter_defaults:
         fail("lora_alpha, lora_dropout and lora_targets need lora_rank above 0")
     if lora_rank and (shard == "fsdp" or saved is None):
-        fail(
-            f"lora_rank={lora_rank} adapts a trained model: give init_from a checkpoint, and shard='none'"
-        )
+        fail(f"lora_rank={lora_rank} adapts a trained model: give init_from, and shard='none'")
+    if not resuming and (checkpoint.newest(out_dir) or os.path.exists(log_path)):
+        fail(f"{out_dir} already holds a run: --init_from=resume goes on, --out_dir starts another")
 
 
-rank, local_rank, world = (
-    int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-)
+rank = int(os.environ.get("RANK", 0))
+local_rank = int(os.environ.get("LOCAL_RANK", 0))
+world = int(os.environ.get("WORLD_SIZE", 1))
 main = rank == 0
+log_path = os.path.join(out_dir, "log.jsonl")
 if branch_from is not None and init_from not in ("scratch", "auto"):
     fail(f"branch_from starts a new run, init_from={init_from!r} another: leave one of them out")
+
 resuming = init_from == "resume" or (init_from == "auto" and checkpoint.newest(out_dir) is not None)
 going_on = resuming or branch_from is not None  # with the checkpoint's step and optimizer
-source = (
-    out_dir
-    if resuming
-    else branch_from
-    if going_on
-    else None
-    if init_from in ("scratch", "auto")
-    else init_from
-)
+source = out_dir if resuming else branch_from
+if source is None and init_from not in ("scratch", "auto"):
+    source = init_from
 saved = None if source is None else checkpoint.load(source)
 if saved is not None:
     settings = inherit(saved, going_on)
-    globals().update(
-        {
-            key: settings[key]
-            for key in settings.keys() - {field.name for field in fields(GPTConfig)}
-        }
-    )
+    globals().update({key: settings[key] for key in settings.keys() - MODEL_SETTINGS})
 device = pick_device(device, local_rank)
 dtype = pick_dtype(dtype, device.type)
-if compile is None:
-    compile = can_compile(device.type)
+compile = can_compile(device.type) if compile is None else compile
 check_settings()
-if not resuming and (
-    checkpoint.newest(out_dir) or os.path.exists(os.path.join(out_dir, "log.jsonl"))
-):
-    fail(
-        f"{out_dir} already holds a run: --init_from=resume goes on with it, --out_dir=... starts another"
-    )
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Data and model
 
 
 def divide_batch():
     """(tokens a step, sequences a micro-step on each rank, micro-steps of each rank)"""
-    tokens = (
-        total_batch_tokens or (gradient_accumulation_steps or 1) * batch_size * config.block_size
-    )
+    T = config.block_size
+    tokens = total_batch_tokens or (gradient_accumulation_steps or 1) * batch_size * T
     if going_on:
-        if (
-            given.keys() & {"gradient_accumulation_steps", "total_batch_tokens"}
-            and tokens != saved["tokens_per_step"]
-        ):
-            fail(
-                f"{saved['path']} was trained with tokens_per_step={saved['tokens_per_step']}, not {tokens}"
-            )
-        tokens = saved["tokens_per_step"]
-    share = tokens // (config.block_size * world)  # sequences of each rank
-    if share * config.block_size * world != tokens or not share:
-        fail(
-            f"{tokens} tokens a step do not divide over {world} ranks in sequences of {config.block_size} tokens"
-        )
+        before = saved["tokens_per_step"]
+        if given.keys() & BATCH and tokens != before:
+            fail(f"{saved['path']} was trained with tokens_per_step={before}, not {tokens}")
+        tokens = before
+    share = tokens // (T * world)  # sequences of each rank
+    if share * T * world != tokens or not share:
+        fail(f"{tokens} tokens a step do not divide over {world} ranks in sequences of {T} tokens")
     sequences = max(n for n in range(1, min(batch_size, share) + 1) if share % n == 0)
     return tokens, sequences, share // sequences
 
 
 def open_data():
-    """(training windows, validation windows, the pretraining data's validation windows in fine-tuning)"""
+    """Windows for training and validation; in fine-tuning, the pretraining data's val split too."""
     train, val = (Windows(data_dir, split, config.block_size) for split in ("train", "val"))
-    meta = train.meta
-    if meta["vocab_size"] > config.vocab_size:
-        fail(
-            f"{data_dir} has token ids up to {meta['vocab_size'] - 1}: set --vocab_size={meta['vocab_size']} or more"
-        )
-    if saved is not None and saved["meta"]["tokenizer_sha256"] != meta["tokenizer_sha256"]:
+    size = train.meta["vocab_size"]
+    if size > config.vocab_size:
+        fail(f"{data_dir} has token ids up to {size - 1}: set --vocab_size={size} or more")
+    if saved is not None and saved["meta"]["tokenizer_sha256"] != train.meta["tokenizer_sha256"]:
         fail(f"{saved['path']} was trained on another tokenizer than that of {data_dir}")
     if sft_data is None:
         return train, val, None
-    encoding = meta_tokenizer(data_dir, meta)
-    return *(
-        lora.Conversations(sft_data, split, encoding, config.block_size)
-        for split in ("train", "val")
-    ), val
+    encoding = meta_tokenizer(data_dir, train.meta)
+    chats = [lora.Conversations(sft_data, split, encoding, train.T) for split in ("train", "val")]
+    return *chats, val
 
 
 try:
-    config = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
+    config = GPTConfig(**{name: settings[name] for name in MODEL_SETTINGS})
     torch.manual_seed(seed)
     model = GPT(config)
     model.loss_chunk, model.recompute = loss_chunk, recompute
-    adapters = {
-        "rank": lora_rank,
-        "alpha": lora_alpha,
-        "dropout": lora_dropout,
-        "targets": lora_targets,
-    }
+    adapters = None if saved is None else saved.get("lora")
     if going_on:
         lora.load_state(model, saved)
-        adapters = saved.get("lora")
-    else:
-        adapters = lora.begin(model, saved, adapters) if saved is not None else None
+    elif saved is not None:
+        wanted = {"rank": lora_rank, "alpha": lora_alpha}
+        wanted |= {"dropout": lora_dropout, "targets": lora_targets}
+        adapters = lora.begin(model, saved, wanted)
 except ValueError as error:
     fail(error)
 
@@ -327,9 +270,8 @@ tokens_per_step, sequences, micro_steps = divide_batch()
 train_windows, val_windows, pretraining = open_data()
 data_sha256 = {"train": train_windows.sha256, "val": val_windows.sha256}
 if going_on and saved.get("data", data_sha256) != data_sha256:
-    fail(
-        f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {saved['data']}, {data_sha256}"
-    )
+    hashes = f"{saved['data']}, {data_sha256}"
+    fail(f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {hashes}")
 meta = (pretraining or val_windows).meta
 loader = Loader(train_windows, sequences, micro_steps, seed, rank, world, device)
 val_indices = spread(val_windows, eval_tokens, val_part)
@@ -344,7 +286,7 @@ if resuming:
 if flops_budget is not None:
     max_iters = math.ceil(flops_budget / expected_flops)
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Over the ranks, and compiled
 
 prepare_process(device)
@@ -353,40 +295,36 @@ if world > 1:
 if compile:
     model.compile_blocks()
 net = model  # what the training step calls
-if (
-    shard == "fsdp"
-):  # parameters are sharded and gathered in float32, so that the numbers are those of DDP
+if shard == "fsdp":  # gathers parameters in float32, so that the numbers are those of DDP
     mesh = dist.init_device_mesh(device.type, (world,))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
 else:
     model.to(device)
     if world > 1:
-        net = DDP(
-            model,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            broadcast_buffers=False,
-        )
+        devices = [device.index] if device.type == "cuda" else None
+        net = DDP(model, device_ids=devices, broadcast_buffers=False)
 
 routers, experts = mod.routers(model), moe.layers(model)
-if not main:  # the checkpoint has the scores of all ranks, and one rank counts them
+if not main:  # a checkpoint has the scores of all ranks: only rank 0 counts them
     for router in routers:
         router.fresh.zero_()
 optimizers = model.optimizers(optimizer, learning_rate, gate_lr, weight_decay, (beta1, beta2))
 if going_on:
     checkpoint.restore(saved, optimizers)
-origin, saved = None if saved is None else saved["path"], None  # frees the memory
+origin = None if saved is None else saved["path"]
+saved = None  # frees the memory
 
 
 def sync_gradients(on):
-    """Average gradients over ranks only after the last micro-step. This must be set before the forward."""
+    """Average gradients over ranks, or not yet. This must be set before the forward."""
     if shard == "fsdp":
         model.set_requires_gradient_sync(on)
     elif world > 1:
         net.require_backward_grad_sync = on
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Checkpoints and the log
 
 save_seconds, last_save = 0.0, time.monotonic()
@@ -400,57 +338,56 @@ def save(kind):
         "model": {**lora.trained(model), **mod.scores_of_all_ranks(model, world)},
         "optimizers": [opt.state_dict()["state"] for opt in optimizers],
         "config": asdict(config), "settings": settings, "meta": meta, "data": data_sha256,
-        "step": step, "tokens_per_step": tokens_per_step, "bad_steps": bad_steps, "best_val_loss": best_val_loss,
-        "flops": flops, "expected_flops": expected_flops, "lora": adapters, "run_id": run_id,
+        "step": step, "flops": flops, "bad_steps": bad_steps, "best_val_loss": best_val_loss,
+        "tokens_per_step": tokens_per_step, "expected_flops": expected_flops,
+        "lora": adapters, "run_id": run_id,
     }  # fmt: skip
     files = {"newest": checkpoint.NEWEST, "kept": f"ckpt_{step:06d}.pt", "best": "ckpt_best.pt"}
     folders = {"newest": f"ckpt_{step:06d}", "kept": f"kept_{step:06d}", "best": f"best_{step:06d}"}
-    path = os.path.join(out_dir, (folders if shard == "fsdp" else files)[kind])
+    sharded = shard == "fsdp"
+    path = os.path.join(out_dir, (folders if sharded else files)[kind])
     try:
-        if shard == "fsdp":
+        if sharded:
             checkpoint.save_sharded(path, state)
         elif main:
             checkpoint.save(path, state)
-        if main and (kind == "newest" or (kind == "best" and shard == "fsdp")):
+        if main and (kind == "newest" or (kind == "best" and sharded)):
             checkpoint.remove_older(out_dir, path)
     except checkpoint.SAVE_ERRORS as error:
-        fail(
-            f"step {step} could not be saved as {path}, the checkpoints before it are intact: {error}"
-        )
+        intact = "the checkpoints before it are intact"
+        fail(f"step {step} could not be saved as {path}, {intact}: {error}")
     if world > 1:
         dist.barrier()
     save_seconds, last_save = time.monotonic() - began, time.monotonic()
 
 
 def saves_by_time():
-    """Whether it is time to save: 30 seconds after the last save, or 100 times what that took, if that is more."""
+    """Whether the last save is 30 seconds ago, and 100 times as long as it took."""
     return save_interval is None and time.monotonic() - last_save >= max(30.0, 100 * save_seconds)
 
 
 def run_header():
-    """The first line of the log: what is needed to repeat the run."""
-    groups = {
-        key: sum(model.get_parameter(n).numel() for n in names)
-        for key, names in model.param_groups().items()
-    }
-    groups = {"active": model.num_params(active=True), **groups} if experts else groups
-    groups |= (
-        {"trained": sum(p.numel() for p in model.parameters() if p.requires_grad)}
-        if lora_rank
-        else {}
-    )
+    """The first line of the log: everything needed to repeat the run."""
+    counts = {"all": model.num_params()}
+    if experts:
+        counts["active"] = model.num_params(active=True)
+    for key, names in model.param_groups().items():
+        counts[key] = sum(model.get_parameter(n).numel() for n in names)
+    if lora_rank:
+        counts["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     resolved = {
         "init_out": init_out(config), "gate_lr": learning_rate if gate_lr is None else gate_lr,
-        "min_lr": 0.1 * learning_rate if min_lr is None else min_lr, "dtype": dtype, "compile": compile,
-        "sequences": sequences, "micro_steps": micro_steps, "eval_windows": len(val_indices),
+        "min_lr": 0.1 * learning_rate if min_lr is None else min_lr, "dtype": dtype,
+        "compile": compile, "sequences": sequences, "micro_steps": micro_steps,
+        "eval_windows": len(val_indices),
     }  # fmt: skip
     return {
-        "settings": settings, "resolved": resolved, "from_step": step, "from": origin, "run_id": run_id,
-        "data": data_sha256, "git": commit(),
+        "settings": settings, "resolved": resolved, "from_step": step, "from": origin,
+        "run_id": run_id, "data": data_sha256, "git": commit(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": name_of_device, "threads": torch.get_num_threads(), "world": world,
-        "params": {"all": model.num_params(), **groups},
-        "tokens_per_step": tokens_per_step, "flops_per_step": flops_per_step, "max_iters": max_iters,
+        "params": counts, "tokens_per_step": tokens_per_step, "flops_per_step": flops_per_step,
+        "max_iters": max_iters,
     }  # fmt: skip
 
 
@@ -465,25 +402,35 @@ def log(record):
 def cut_log():
     """Drop the records of steps that will be done again, and a line that a kill cut short."""
     lines = [line for line in open(log_path) if line.endswith("\n")]
+    kept = [line for line in lines if json.loads(line).get("step", -1) <= (step or -1)]
     with atomic(log_path) as file:
-        file.write(
-            "".join(
-                line for line in lines if json.loads(line).get("step", -1) <= (step or -1)
-            ).encode()
-        )
+        file.write("".join(kept).encode())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def announce(header):
+    """Say what runs, as the log's first line does."""
+    echo(settings)
+    counts = ", ".join(f"{count:,} {group}" for group, count in header["params"].items())
+    print(f"parameters: {counts}")
+    if sft_data is not None:
+        for split, rows in (("train", train_windows), ("val", val_windows)):
+            kept = f"{rows.kept} conversations in {len(rows)} rows"
+            print(f"{split}: {kept}, {rows.cut} of them cut; {rows.dropped} too long")
+    print(f"{name_of_device}, {dtype}, compile={compile}")
+    batch = f"{world} ranks x {micro_steps} micro-steps x {sequences} x {config.block_size}"
+    print(f"{max_iters} steps of {flops_per_step:.3g} FLOPs and {tokens_per_step} tokens = {batch}")
+
+
+# ------------------------------------------------------------------------------------------------
 # One step
 
 
 def learning_rate_factor():
-    """The learning rate as a share of its peak: linear warm-up, then cosine or wsd, down to min_lr."""
-    at = (
-        step if flops_budget is None else flops / expected_flops
-    )  # a budget counts steps of the expected cost
-    last, floor = lr_decay_iters or max_iters, 0.1 if min_lr is None else min_lr / learning_rate
+    """The learning rate as a share of its peak: warm-up, then cosine or wsd, down to min_lr."""
+    at = step if flops_budget is None else flops / expected_flops
+    last = lr_decay_iters or max_iters
     warm = warmup_iters if warmup_share is None else round(warmup_share * last)
+    floor = 0.1 if min_lr is None else min_lr / learning_rate
     if at < warm:
         return (at + 1) / (warm + 1)
     if schedule == "wsd":
@@ -507,23 +454,21 @@ def prepare_step(factor):
     if step % bhyt_interval == 0:
         with lora.merged(model):
             model.refresh()
-    torch.manual_seed(
-        hash((seed, step, rank))
-    )  # dropout is a function of the step, so there is no state to save
+    torch.manual_seed(hash((seed, step, rank)))  # dropout depends on the step: no state to save
 
 
 def gradients():
-    """Accumulate the gradient of one step. Returns (loss, norm, stop, save): Python numbers, the same on all ranks."""
-    status = torch.zeros(
-        3, device=device
-    )  # loss, a rank was told to stop, rank 0's clock says save
-    batches, shares = (
-        (loader.batch(step, micro) for micro in range(micro_steps)),
-        repeat(1 / micro_steps),
-    )
+    """Accumulate the gradient of one step.
+
+    Returns (loss, norm, stop, save) as Python numbers, the same on all ranks. stop: some rank was
+    told to. save: rank 0's clock says so.
+    """
+    batches = (loader.batch(step, micro) for micro in range(micro_steps))
+    shares = repeat(1 / micro_steps)
     if sft_data is not None:  # a micro-step counts by the number of its answers' tokens
         batches = [*batches]
         shares = lora.shares_of(batches, world)
+    status = torch.zeros(3, device=device)  # loss, stop, save
     for micro, (batch, share) in enumerate(zip(batches, shares)):
         sync_gradients(micro == micro_steps - 1)
         with autocast(device.type, dtype):
@@ -533,19 +478,18 @@ def gradients():
     status[1], status[2] = stopping, main and saves_by_time()
     if world > 1:
         dist.all_reduce(status)
+    status[0] /= world
     if log_grad_norms:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         grad_norms.update({n: gathered(p.grad.norm()) for n, p in named})
     norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
-    status[0] /= world
-    loss, stop, save_now, norm = torch.cat(
-        (status, norm.view(1))
-    ).tolist()  # the step's only wait for the device
+    values = torch.cat((status, norm.view(1))).tolist()  # the step's only wait for the device
+    loss, stop, save_now, norm = values
     return loss, norm, stop > 0, save_now > 0
 
 
 def balance_load():
-    """Keep experts busy and routers at their rate. Returns the share of the tokens that each expert had."""
+    """Keep experts busy and routers at their rate. Returns the experts' shares of the tokens."""
     global flops_per_step
     load = moe.balance(experts, world) if experts else None
     if routers and (step == 1 or step % mod.BALANCE == 0):
@@ -555,47 +499,58 @@ def balance_load():
 
 
 def validate():
-    """Validation losses for the log; for NAG, also what its gates do on the first validation batch."""
+    """Validation losses; for modes that rotate, also the health of the gates on one batch."""
 
     def loss_on(windows, indices):
-        return evaluate(
-            model, eval_batches(windows, indices, sequences, device, rank, world), world
-        )
+        batches = eval_batches(windows, indices, sequences, device, rank, world)
+        return evaluate(model, batches, world)
 
     with autocast(device.type, dtype):
         seen = {"val_loss": loss_on(val_windows, val_indices)}
         text, indices = val_windows, val_indices
-        if (
-            sft_data is not None
-        ):  # val_loss is that of answers; this one shows what fine-tuning forgets
+        if sft_data is not None:  # val_loss is that of answers; this shows what is forgotten
             text, indices = pretraining, spread(pretraining, eval_tokens, val_part)
             seen["pretraining_loss"] = loss_on(text, indices)
         if hasattr(RESIDUALS[config.residual], "turn"):
             x, _ = next(eval_batches(text, indices, sequences, device))
             seen["gates"] = gate_health(model, x)
-            if (
-                main
-                and step >= alpha_warmup_iters
-                and seen["gates"]["dead"] > 0.1 * 2 * config.n_layer
-            ):
-                print(
-                    f"warning: {seen['gates']['dead']} of {2 * config.n_layer} sublayers turn next to nothing"
-                )
+            dead, all_of_them = seen["gates"]["dead"], 2 * config.n_layer
+            if main and step >= alpha_warmup_iters and dead > 0.1 * all_of_them:
+                print(f"warning: {dead} of {all_of_them} sublayers turn next to nothing")
     return seen
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def show(record, eta):
+    if not main:
+        return
+    loss, norm = record["loss"] or math.nan, record["grad_norm"] or math.nan
+    parts = [f"step {step}/{max_iters}", f"loss {loss:.4f}"]
+    if record["val_loss"] is not None:
+        parts.append(f"val {record['val_loss']:.4f}")
+    if "pretraining_loss" in record:
+        parts.append(f"pretraining data {record['pretraining_loss']:.4f}")
+    parts += [f"lr {record['lr']:.2e}", f"norm {norm:.2f}"]
+    if bad_steps:
+        parts.append(f"not finite, skipped: {bad_steps} in a row")
+    parts.append(f"{record['tok_s']:,.0f} tok/s")
+    if record["mfu"] is not None:
+        parts.append(f"mfu {record['mfu']:.1%}")
+    if record["mem_gb"] is not None:
+        parts.append(f"{record['mem_gb']:.1f} GB")
+    minutes, seconds = divmod(round(eta), 60)
+    print(" | ".join([*parts, f"ETA {minutes}:{seconds:02d}"]), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------
 # The loop
 
-stopping = False  # set by a signal at any time, looked at by every step
+stopping = False  # set by a signal at any time; every step looks at it
 
 
 def on_signal(number, frame):
     global stopping
     stopping = True
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # a second Ctrl-C ends at once; launchers may repeat a SIGTERM
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once
 
 
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -610,27 +565,6 @@ def due(interval):
     return bool(interval) and step % interval == 0
 
 
-def show(record, eta):
-    if main:
-        val = "" if record["val_loss"] is None else f" | val {record['val_loss']:.4f}"
-        val += (
-            f" | pretraining data {record['pretraining_loss']:.4f}"
-            if "pretraining_loss" in record
-            else ""
-        )
-        mfu = "" if record["mfu"] is None else f" | mfu {record['mfu']:.1%}"
-        memory = "" if record["mem_gb"] is None else f" | {record['mem_gb']:.1f} GB"
-        bad = f" | not finite, skipped: {bad_steps} in a row" if bad_steps else ""
-        minutes, seconds = divmod(round(eta), 60)
-        loss, norm = record["loss"] or math.nan, record["grad_norm"] or math.nan
-        print(
-            f"step {step}/{max_iters} | loss {loss:.4f}{val} | lr {record['lr']:.2e} | norm {norm:.2f}{bad} | "
-            f"{record['tok_s']:,.0f} tok/s{mfu}{memory} | ETA {minutes}:{seconds:02d}",
-            flush=True,
-        )
-
-
-log_path = os.path.join(out_dir, "log.jsonl")
 name_of_device = device_name(device)
 peak = peak_flops(name_of_device)
 ramp_alpha()
@@ -639,29 +573,13 @@ if main:
     os.makedirs(out_dir, exist_ok=True)
     if os.path.exists(log_path):
         cut_log()
-    echo(settings)
-    print(
-        "parameters: "
-        + ", ".join(f"{count:,} {group}" for group, count in header["params"].items())
-    )
-    for split, rows in (
-        (("train", train_windows), ("val", val_windows)) if sft_data is not None else ()
-    ):
-        print(
-            f"{split}: {rows.kept} conversations in {len(rows)} rows, {rows.cut} of them cut; {rows.dropped} too long"
-        )
-    print(
-        f"{name_of_device}, {dtype}, compile={compile}; {max_iters} steps of {flops_per_step:.3g} FLOPs and"
-    )
-    print(
-        f"{tokens_per_step} tokens = {world} ranks x {micro_steps} micro-steps x {sequences} x {config.block_size}"
-    )
+    announce(header)
     if wandb_log:
         import wandb
 
         wandb.init(project=wandb_project, name=out_dir, config=settings, id=run_id, resume="allow")
 if not resuming:
-    save("newest")  # so that there is a checkpoint to resume from the first moment on
+    save("newest")  # from now on there is a checkpoint to resume from
 if step == 0 and keep_interval:
     save("kept")
 log({"run": header})
@@ -670,6 +588,7 @@ if step == 0 and eval_interval:
     log({"step": 0, "tokens": 0, "flops": 0} | seen)
     if main:
         print(f"step 0 | val {seen['val_loss']:.4f}")
+
 stopped, busy, since, grad_norms, last_save = False, 0.0, step, {}, time.monotonic()
 while not finished() and not stopped:
     began, factor = time.perf_counter(), learning_rate_factor()
@@ -678,9 +597,7 @@ while not finished() and not stopped:
     good = math.isfinite(loss) and math.isfinite(norm)
     bad_steps = 0 if good else bad_steps + 1
     for opt in optimizers:
-        if (
-            good
-        ):  # an update cannot be taken back, so it waits until its gradient is known to be finite
+        if good:  # an update cannot be taken back, so a gradient that is not finite gets none
             opt.step()
         opt.zero_grad(set_to_none=True)
     step, flops = step + 1, flops + flops_per_step
@@ -688,42 +605,37 @@ while not finished() and not stopped:
     busy += time.perf_counter() - began
 
     record = {
-        "step": step, "tokens": step * tokens_per_step, "flops": flops, "loss": loss if good else None,
-        "val_loss": None, "grad_norm": norm if good else None, "bad_steps": bad_steps,
-        "lr": learning_rate * factor, "tok_s": None, "mfu": None, "mem_gb": peak_memory_gb(device),
+        "step": step, "tokens": step * tokens_per_step, "flops": flops, "bad_steps": bad_steps,
+        "loss": loss if good else None, "val_loss": None, "grad_norm": norm if good else None,
+        "lr": learning_rate * factor, "tok_s": None, "mfu": None,
+        "mem_gb": peak_memory_gb(device),
     }  # fmt: skip
     if due(eval_interval) or (eval_interval and finished()):
         record |= validate()
-        record |= {"load": load.tolist()} if experts else {}
-        record |= (
-            {"ran": [router.k / router.T for router in routers]} if routers else {}
-        )  # share that each lets run
+        if experts:
+            record["load"] = load.tolist()
+        if routers:
+            record["ran"] = [router.k / router.T for router in routers]  # share that each lets run
     if stopped or finished() or bad_steps or record["val_loss"] is not None or due(log_interval):
         record["tok_s"] = (step - since) * tokens_per_step / busy
-        record["mfu"] = (
-            record["tok_s"] / tokens_per_step * flops_per_step / (peak * world) if peak else None
-        )
-        record |= (
-            {"grad_norms": {n: float(norm) for n, norm in grad_norms.items()}}
-            if log_grad_norms
-            else {}
-        )
+        if peak:
+            record["mfu"] = (step - since) / busy * flops_per_step / (peak * world)
+        if log_grad_norms:
+            record["grad_norms"] = {n: float(norm) for n, norm in grad_norms.items()}
         show(record, eta=busy / (step - since) * (max_iters - step))
         log(record)
         since, busy = step, 0.0
 
     if bad_steps >= max_bad_steps:
-        bad = f"{bad_steps} steps in a row, up to step {step}, had a loss or gradient that is not finite"
-        fail(f"{bad}; the last good checkpoint is untouched: resume it with a lower learning_rate")
+        bad = f"{bad_steps} steps in a row, up to step {step}, had a loss or gradient that is not"
+        fail(f"{bad} finite; the last good checkpoint is untouched: resume with a lower rate")
     if (record["val_loss"] or math.inf) < best_val_loss:
         best_val_loss = record["val_loss"]
         if save_best:
             save("best")
     if due(keep_interval) and not bad_steps:
         save("kept")
-    if (
-        save_now or due(save_interval) or stopped or finished()
-    ) and not bad_steps:  # else the last good one stays
+    if (save_now or due(save_interval) or stopped or finished()) and not bad_steps:
         save("newest")
 
 if main and stopped:

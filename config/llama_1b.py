@@ -1,7 +1,7 @@
 """
-The Llama-like 1B shape of the norm papers, on C4: 50000 steps of 32 x 1024 tokens, with pre-norm as the BHyT paper
-trained it (arXiv 2601.09719). For another mode, put its published_*.py after this file:
-
+Llama-like 1B shape of the norm papers.
+It trains for 50000 steps of 32 x 1024 tokens of C4, with the settings of the BHyT paper for
+pre-norm (arXiv 2601.09719). For another mode, add its published_*.py after this file:
 torchrun --standalone --nproc_per_node=2 train.py config/llama_1b.py
 torchrun --standalone --nproc_per_node=2 train.py config/llama_1b.py config/published_bhyt.py
 """

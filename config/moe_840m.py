@@ -1,8 +1,9 @@
 """
-Mixture of experts, width over depth 40: 0.84e9 parameters, of which a token passes 0.22e9. C4, 8 GPUs:
+Mixture of experts with 0.84e9 parameters, 0.22e9 of them active per token. Width over depth is 40.
+On C4 with 8 GPUs:
 torchrun --standalone --nproc_per_node=8 train.py config/moe_840m.py
 
-NAG's paper compares shapes of equal size (within 2%) at other ratios of width over depth:
+Shapes of equal size (within 2%) at the other ratios of width over depth in NAG's paper:
 80  --n_layer=14 --n_embd=1152 --n_hidden=912
 60  --n_layer=18 --n_embd=1056 --n_hidden=768
 30  --n_layer=29 --n_embd=864 --n_hidden=592

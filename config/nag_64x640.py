@@ -1,5 +1,5 @@
 """
-Deep and narrow: 64 blocks of width 640 on C4, the shape at which a residual stream has most to carry. 8 GPUs:
+NAG in a deep and narrow shape, 64 blocks of width 640, on C4 with 8 GPUs:
 torchrun --standalone --nproc_per_node=8 train.py config/nag_64x640.py
 """
 

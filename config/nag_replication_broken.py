@@ -1,19 +1,23 @@
 """
-The public replication of NAG (github.com/AlxSp/nag-nanochat, 0c362cc) as it first failed: gates at the learning rate of
-the matrices, no warm-up of alpha. Its gates collapsed, and it trailed its baseline by 0.0355 bits a byte.
+The public replication of NAG (github.com/AlxSp/nag-nanochat, 0c362cc) before its repair. The gates
+have the learning rate of the matrices and alpha has no warm-up. There the gates collapsed, and NAG
+was 0.0355 bits a byte worse than its baseline. Run it with:
 torchrun --standalone --nproc_per_node=8 train.py config/nag_replication_broken.py
 
-Shared with it: 64 blocks of width 640, heads of 128, queries and keys normalised, ReLU in the MLP, untied embedding of
-standard deviation 0.8, output projections from zero, logits divided by d with all gains zero, Muon for the matrices,
-40 steps of warm-up, then constant, then linear over the last 65% down to 5%.
+Same as the replication: 64 blocks of width 640, heads of 128, normalised queries and keys, ReLU in
+the MLP, untied embedding with standard deviation 0.8, output projections that start at zero, logits
+divided by d, all gains that start at zero, Muon for the matrices. The learning rate has 40 steps of
+warm-up, is constant, and falls linearly to 5% over the last 65%.
 
-What differs, because our settings cannot express it or would need a setting for nothing else:
-- ReLU is not squared, and the up projection starts at 0.63 / sqrt(d), theirs at 0.4 / sqrt(d).
-- Linears start from Xavier's normal distribution, theirs from a uniform one of standard deviation 1 / sqrt(d).
-- The embedding, the head and the matrices share one learning rate, in Muon's units matched to AdamW's; theirs are
-  0.18, 0.006 and 0.012. One weight decay, 0.1; theirs is cautious and falls to zero.
-- No logit soft-cap; the data is C4, theirs is ClimbMix; the tokenizer is gpt2's.
-- Ours has no limit on its FLOPs; theirs stopped at 3e19, after 9.9e9 tokens.
+Different, because we have no setting for it:
+- ReLU: theirs is squared.
+- Start of the up projection: 0.63 / sqrt(d) here, 0.4 / sqrt(d) there.
+- Start of the linears: Xavier normal here, uniform with standard deviation 1 / sqrt(d) there.
+- Learning rate: one for embedding, head and matrices, in Muon's units, which we match to AdamW's.
+  Theirs are 0.18, 0.006 and 0.012.
+- Weight decay: 0.1 here. Theirs is cautious and falls to zero.
+- Data: C4 with gpt2's tokenizer here, ClimbMix there. Theirs also soft-caps the logits.
+- Length: max_iters here. Theirs stopped at 3e19 FLOPs, after 9.9e9 tokens.
 """
 
 data_dir = "data/c4"

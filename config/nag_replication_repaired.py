@@ -1,19 +1,8 @@
 """
-The public replication of NAG (github.com/AlxSp/nag-nanochat, 0c362cc) after its repair: gates 17 times slower than the
-matrices, alpha ramped in over the first 600 steps. It trailed its baseline by 0.0086 bits a byte.
+The public replication of NAG after its repair. The learning rate of the gates is 17 times smaller
+than that of the matrices, and alpha grows over the first 600 steps. There NAG was 0.0086 bits a
+byte worse than its baseline. nag_replication_broken.py lists what differs from the replication.
 torchrun --standalone --nproc_per_node=8 train.py config/nag_replication_repaired.py
-
-Shared with it: 64 blocks of width 640, heads of 128, queries and keys normalised, ReLU in the MLP, untied embedding of
-standard deviation 0.8, output projections from zero, logits divided by d with all gains zero, Muon for the matrices,
-40 steps of warm-up, then constant, then linear over the last 65% down to 5%.
-
-What differs, because our settings cannot express it or would need a setting for nothing else:
-- ReLU is not squared, and the up projection starts at 0.63 / sqrt(d), theirs at 0.4 / sqrt(d).
-- Linears start from Xavier's normal distribution, theirs from a uniform one of standard deviation 1 / sqrt(d).
-- The embedding, the head and the matrices share one learning rate, in Muon's units matched to AdamW's; theirs are
-  0.18, 0.006 and 0.012. One weight decay, 0.1; theirs is cautious and falls to zero.
-- No logit soft-cap; the data is C4, theirs is ClimbMix; the tokenizer is gpt2's.
-- Ours has no limit on its FLOPs; theirs stopped at 3e19, after 9.9e9 tokens.
 """
 
 data_dir = "data/c4"

@@ -1,7 +1,7 @@
 """
-What the BHyT paper (arXiv 2601.09719) chose for dyt. Put it after config/llama_1b.py, llama_374m.py or llama_3b.py;
-give an --out_dir of its own to every shape but the first. At 3B the paper starts alpha lower: add
---dyt_alpha='(0.2, 0.05, 0.05)'.
+The settings of the BHyT paper (arXiv 2601.09719) for dyt. Add this file after llama_1b.py,
+llama_374m.py or llama_3b.py. Give each shape its own --out_dir.
+At 3B the paper starts alpha lower: add --dyt_alpha='(0.2, 0.05, 0.05)'.
 """
 
 out_dir = "out/llama_dyt"

@@ -1,6 +1,6 @@
 """
-What the BHyT paper (arXiv 2601.09719) chose for perinorm. Put it after config/llama_1b.py, llama_374m.py or llama_3b.py;
-give an --out_dir of its own to every shape but the first.
+The settings of the BHyT paper (arXiv 2601.09719) for perinorm. Add this file after llama_1b.py,
+llama_374m.py or llama_3b.py. Give each shape its own --out_dir.
 """
 
 out_dir = "out/llama_perinorm"

@@ -1,12 +1,13 @@
 """
-Fine-tuning on LIMA's thousand conversations with adapters of rank 8, as in BHyT's paper, some 3 epochs of a 1B model:
+Fine-tune on the 1000 conversations of LIMA with adapters of rank 8, as in the BHyT paper:
 python train.py config/sft_lima.py --init_from=out/llama_1b --out_dir=out/sft
+For a 1B model this is about 3 epochs.
 """
 
 sft_data = "GAIR/lima"
 lora_rank = 8
 lora_alpha = 16.0
-learning_rate = 1e-4  # the highest of the published range; runs/published_sweep.sh has all of it
+learning_rate = 1e-4  # highest of the published range, see runs/published_sweep.sh
 weight_decay = 0.0
 warmup_share = 0.1
 max_iters = 100

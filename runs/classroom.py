@@ -1,17 +1,20 @@
 """
-Why deep networks need a careful start, a norm, a skip: stacks of plain layers that guess a byte from the 8 before it.
+Why deep networks need initialisation, norms and skips: plain layers guess a byte from the last 8.
 
-    python runs/classroom.py                          the cases A, B, C and the deep one, trained; 2 minutes on 2 cores
+    python runs/classroom.py                       train the cases A, B, C, deep: 2 minutes, 2 cores
     python runs/classroom.py --what=walk --init=xavier --activation=relu --norm=none --skip=False
-    python runs/classroom.py --what=transformer       one block of a character transformer, with its skip and without
+    python runs/classroom.py --what=transformer    one block of a byte-level transformer
 
-A layer is x <- act(W x), with a norm x <- act(W Norm(x)), with the skip x <- x + act(W Norm(x)).
+A layer is x <- act(W Norm(x)), or x <- x + act(W Norm(x)) with skip. norm=none omits Norm. walk
+prints the variances of activations and gradients before training. transformer trains the block
+with its skip connections and without them.
 """
 
 import json
 import math
 import os
 import sys
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,22 +29,23 @@ from model import ACTIVATIONS, GPT, INITS, GPTConfig  # noqa: E402
 from norms import NORMS, pick  # noqa: E402
 
 what = "cases"  # cases, walk or transformer
-cases = "A,B,C,deep"  # cases: which of CASES
-data_dir = "data/python"  # shards of bytes
-out = "results/classroom"  # where the losses go
-steps = 1000  # of training
-batch_size = 256  # places in the text a step; the transformer's, of 64 bytes, are an eighth of it
+cases = "A,B,C,deep"  # cases: names from CASES, separated by commas
+data_dir = "data/python"  # folder with shards of bytes
+out = "results/classroom"  # folder for the losses
+steps = 1000  # training steps
+batch_size = 256  # contexts of 8 bytes per step; transformer: an eighth as many, of 64 bytes
 n_layer = 24  # walk: layers
-width = 256  # of a layer
+width = 256  # width of a layer
 init = "kaiming"  # walk: normal, kaiming, xavier or uniform
-init_scale = 0.02  # walk: std of normal, half the width of uniform
+init_scale = 0.02  # walk: standard deviation of normal, half the width of uniform
 activation = "gelu"  # walk: gelu, relu or silu
 norm = "rms"  # walk: rms, layer or none
-skip = True  # walk: x + ... in place of x
-seed = 1  # of the start and of the data
+skip = True  # walk: add the input of a layer to its output
+seed = 1  # seed of the weights and of the data
 settings, _ = configure(globals(), argv=sys.argv[1:])
 
-CASES = {  # (n_layer, init, init_scale, activation, norm, skip), the learning rate, and what ought to come of it
+# (n_layer, init, init_scale, activation, norm, skip), learning rate, expected verdict
+CASES = {
     "A": ((12, "kaiming", 0.0, "relu", "none", False), 1e-3, "plateau"),
     "B": ((12, "uniform", 0.5, "relu", "none", False), 1e-3, "explosion"),
     "C": ((30, "kaiming", 0.0, "gelu", "rms", True), 3e-4, "smooth"),
@@ -54,129 +58,122 @@ class Stack(nn.Module):
         super().__init__()
         self.act, gated, gain = pick(ACTIVATIONS, activation, "activation")
         if gated:
-            raise SystemExit(
-                f"activation={activation!r} gates a second projection, which these layers have not"
-            )
-        self.embed, self.inward, self.head = (
-            nn.Embedding(257, 32),
-            nn.Linear(256, width),
-            nn.Linear(width, 257),
-        )
+            raise SystemExit(f"activation={activation!r}: these layers have no gate")
+        self.embed = nn.Embedding(257, 32)
+        self.inward = nn.Linear(8 * 32, width)
+        self.head = nn.Linear(width, 257)
         self.linears = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(n_layer))
-        self.norms, self.skip = (
-            nn.ModuleList(pick(NORMS, norm, "norm")(width, 1e-6) for _ in range(n_layer + 1)),
-            skip,
-        )
+        make_norm = partial(pick(NORMS, norm, "norm"), width, 1e-6)
+        self.norms = nn.ModuleList(make_norm() for _ in range(n_layer + 1))
+        self.skip = skip
         for linear in self.linears:
             pick(INITS, init, "init")(linear.weight, init_scale, gain)
         for module in self.norms if norm != "none" else ():
             module.reset_parameters()
 
-    def forward(self, idx, seen=None):
-        x = self.inward(self.embed(idx).flatten(1))  # (B, width) from (B, 8)
+    def forward(self, idx, activations=None):
+        x = self.inward(self.embed(idx).flatten(1))  # (B, 8) to (B, width)
         for norm, linear in zip(self.norms, self.linears):
             f = self.act(linear(norm(x)))
             x = x + f if self.skip else f
-            if seen is not None:
+            if activations is not None:
                 x.retain_grad()
-                seen.append(x)
+                activations.append(x)
         return self.head(self.norms[-1](x))
+
+    def loss(self, idx, targets):
+        return F.cross_entropy(self(idx), targets[:, -1])
 
 
 def batches(context, size):
-    """Endless (inputs, next bytes) from places drawn at random"""
+    """Yield (inputs, targets), (size, context) each, from random places in the first shard."""
     tokens, rng = Windows(data_dir, "train", context).shards[0], np.random.default_rng(seed)
     while True:
-        rows = tokens[
-            rng.integers(0, len(tokens) - context, size)[:, None] + np.arange(context + 1)
-        ]
+        starts = rng.integers(0, len(tokens) - context, size)
+        rows = tokens[starts[:, None] + np.arange(context + 1)]
         rows = torch.from_numpy(rows.astype(np.int64))
         yield rows[:, :-1], rows[:, 1:]
 
 
 def train(model, loss_of, data, learning_rate):
-    """Losses of all steps, AdamW without warm-up, to the last or the first not finite; the mean of 20 at the end"""
+    """Train with AdamW, without warm-up. Stops after a loss that is not finite.
+
+    Returns (losses of all steps, mean of the last 20).
+    """
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=learning_rate), []
     while len(losses) < steps and (not losses or math.isfinite(losses[-1])):
         optimizer.zero_grad()
-        (loss := loss_of(*next(data))).backward()
+        loss = loss_of(*next(data))
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses, sum(losses[-20:]) / len(losses[-20:])
 
 
 def verdict(losses):
-    """explosion: not finite, or 50 steps without one better than chance; plateau: the second half brought next to
-    nothing; spiky: a tenth of the steps was worse than the one before; else smooth"""
+    """Describe a loss curve.
+
+    explosion: a loss is not finite, or none of the first 50 is better than chance.
+    plateau:   the last tenth is less than 0.1 better than the sixth tenth.
+    spiky:     some tenth is at least 0.1 worse than the one before it.
+    smooth:    none of these.
+    """
     if len(losses) < steps or not min(losses[:50]) < math.log(257):
         return "explosion"
     tenths = [np.mean(part) for part in np.array_split(losses, 10)]
     if tenths[5] - tenths[9] < 0.1:
         return "plateau"
-    return (
-        "smooth"
-        if max(after - before for before, after in zip(tenths, tenths[1:])) < 0.1
-        else "spiky"
-    )
+    worst = max(after - before for before, after in zip(tenths, tenths[1:]))
+    return "smooth" if worst < 0.1 else "spiky"
 
 
 def run_cases():
     print("| case | first loss | last | steps | came out | ought to |\n|---|---|---|---|---|---|")
     for name in cases.split(","):
-        how, rate, expected = pick(CASES, name, "cases")
+        layers, rate, expected = pick(CASES, name, "cases")
         torch.manual_seed(seed)
-        model = Stack(*how)
-        losses, last = train(
-            model, lambda x, y: F.cross_entropy(model(x), y[:, -1]), batches(8, batch_size), rate
-        )
-        save(name, losses, {"last": last, "verdict": verdict(losses), "expected": expected})
-        print(
-            f"| {name} | {losses[0]:.3f} | {last:.3f} | {len(losses)} | {verdict(losses)} | {expected} |"
-        )
+        model = Stack(*layers)
+        losses, last = train(model, model.loss, batches(8, batch_size), rate)
+        got = verdict(losses)
+        save(name, losses, {"last": last, "verdict": got, "expected": expected})
+        print(f"| {name} | {losses[0]:.3f} | {last:.3f} | {len(losses)} | {got} | {expected} |")
 
 
 def walk():
-    """Variance of what each layer gives, and of the gradient that it gets, before any training"""
+    """Print the variance of the output of each layer, and of its gradient, before training."""
     torch.manual_seed(seed)
-    model, seen = Stack(n_layer, init, init_scale, activation, norm, skip), []
+    model, activations = Stack(n_layer, init, init_scale, activation, norm, skip), []
     x, y = next(batches(8, batch_size))
-    F.cross_entropy(model(x, seen), y[:, -1]).backward()
+    F.cross_entropy(model(x, activations), y[:, -1]).backward()
     print("| layer | variance | of its gradient |\n|---|---|---|")
-    print(
-        "\n".join(
-            f"| {i} | {x.var().item():.3g} | {x.grad.var().item():.3g} |"
-            for i, x in enumerate(seen)
-        )
-    )
+    for i, x in enumerate(activations):
+        print(f"| {i} | {x.var().item():.3g} | {x.grad.var().item():.3g} |")
 
 
 def transformer():
-    """One block of a byte-level transformer; the gradient norm of each parameter in its last step"""
-    bare = lambda stream, f, gate=1.0: stream._replace(x=f)
-    for name, residual, write in (
-        ("skip", "prenorm", None),
-        ("no_skip", "prenorm", bare),
-        ("none", "none", None),
-    ):
+    """Train one block with pre-norm, with pre-norm without its skips, and with x <- Norm(F(x)).
+
+    Prints the gradient norm of each parameter in the last step.
+    """
+    for name, residual in (("skip", "prenorm"), ("no_skip", "prenorm"), ("none", "none")):
         torch.manual_seed(seed)
         model = GPT(GPTConfig(n_layer=1, n_head=4, n_embd=128, block_size=64, residual=residual))
-        for layer in (model.blocks[0].attn_residual, model.blocks[0].mlp_residual) if write else ():
-            layer.write = write
-        losses, last = train(model, lambda x, y: model(x, y)[1], batches(64, batch_size // 8), 1e-3)
+        if name == "no_skip":
+            write = lambda stream, f, gate=1.0: stream._replace(x=f)
+            model.blocks[0].attn_residual.write = model.blocks[0].mlp_residual.write = write
+        loss_of = lambda x, y, model=model: model(x, y)[1]
+        losses, last = train(model, loss_of, batches(64, batch_size // 8), 1e-3)
         norms = {name: p.grad.norm().item() for name, p in model.named_parameters()}
         save(name, losses, {"last": last, "gradients": norms})
         print(f"{name}: {last:.3f}  " + "  ".join(f"{n} {g:.2g}" for n, g in norms.items()))
 
 
 def save(name, losses, report):
+    """Write one record for the settings, one per step, and the report."""
     os.makedirs(out, exist_ok=True)
-    records = (
-        {"settings": settings},
-        *({"step": i, "loss": x} for i, x in enumerate(losses)),
-        report,
-    )
+    records = [{"settings": settings}, *({"step": i, "loss": x} for i, x in enumerate(losses))]
     with open(os.path.join(out, f"{name}.jsonl"), "w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.writelines(json.dumps(record) + "\n" for record in [*records, report])
 
 
 pick({"cases": run_cases, "walk": walk, "transformer": transformer}, what, "what")()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What there is to measure when a CUDA device is at hand, the most telling first. Logs go to results/gpu.
+# All measurements for a machine with CUDA, the most important first. Logs go to results/gpu.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p results/gpu

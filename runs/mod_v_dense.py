@@ -1,27 +1,27 @@
 """
-Mixture of Depths, 8 blocks of width 128 on the embedded corpus: which router loses least at which rate?
+Compare routers of a mixture of depths, in 8 blocks of width 128.
 
-    python runs/mod_v_dense.py settings   rate 0.4: directions of the modulator, rate of the gates, budget, blocks
-    python runs/mod_v_dense.py table      routers, each with the settings chosen there, rates 0.2 and 0.4, three seeds
-    python runs/mod_v_dense.py isoflop    as many FLOPs as 516 dense steps: what is saved is spent on more of them
-    python runs/mod_v_dense.py rates      4 blocks of width 64, 2000 steps: does the causal rule skip what it was asked?
+    python runs/mod_v_dense.py settings    tune each router at rate 0.4 with one seed
+    python runs/mod_v_dense.py table       tuned routers at rates 0.2 and 0.4 with 3 seeds
+    python runs/mod_v_dense.py isoflop     train with the FLOPs of 516 dense steps at each rate
+    python runs/mod_v_dense.py rates       compare asked and skipped rates, 4 blocks, 2000 steps
 """
 
 import json
 import statistics
 import sys
 
-from sweep import ROOT, final_loss, sweep, table
+from sweep import COMMON, ROOT, final_loss, sweep, table
 
-COMMON = "--device=cpu --save_interval=100 --log_interval=10 --eval_tokens=65536".split()
 RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 
 
-def skipping(rate, router, *more, on="both"):
-    return [f"--mod_on={on}", f"--mod_rate={rate}", f"--mod_router={router}", *more]
+def skipping(rate, router, *more):
+    return ["--mod_on=both", f"--mod_rate={rate}", f"--mod_router={router}", *more]
 
 
 def gates(directions, times):
+    """Directions of NAG's modulator, and the learning rate of the gates over that of the rest."""
     return [f"--nag_directions={directions}", f"--gate_lr={times * 4e-3}"]
 
 
@@ -29,75 +29,65 @@ def look(variant):
     return [] if "dense" in variant else ["--what=mod", "--depth_tokens=65536", "--batch_size=8"]
 
 
-ROUTERS = {  # each is tuned on the same grid; the random one takes what is best without a router
-    "dense": [],
+PRENORM = "--residual=prenorm"
+ROUTERS = {
     "nag": skipping(0.4, "nag", "--mod_fallback=True"),
     "no_fallback": skipping(0.4, "nag", "--mod_fallback=False"),
     "learned": skipping(0.4, "learned"),
 }
-SETTINGS = {
+SETTINGS = {  # the same grid for each router; "dense" also tunes the random router
     f"{router}_{directions}_{times}x": [*args, *gates(directions, times)]
-    for router, args in ROUTERS.items()
+    for router, args in ({"dense": []} | ROUTERS).items()
     for directions in (1, 4, 32)
     for times in (1, 3)
 }
-PRENORM = "--residual=prenorm"
 for times in (1, 3):
-    SETTINGS[f"prenorm_learned_{times}x"] = skipping(
-        0.4, "learned", PRENORM, f"--gate_lr={times * 4e-3}"
-    )
+    gate_lr = f"--gate_lr={times * 4e-3}"
+    SETTINGS[f"prenorm_learned_{times}x"] = skipping(0.4, "learned", PRENORM, gate_lr)
 for change in ("budget=layer", "blocks=inner"):
     SETTINGS[f"nag_{change}"] = [*ROUTERS["nag"], f"--mod_{change}", *gates(4, 3)]
     SETTINGS[f"learned_{change}"] = skipping(0.4, "learned", f"--mod_{change}", *gates(4, 3))
-    SETTINGS[f"prenorm_learned_{change}"] = skipping(
-        0.4, "learned", PRENORM, f"--mod_{change}", "--gate_lr=1.2e-2"
-    )
+    args = (PRENORM, f"--mod_{change}", "--gate_lr=1.2e-2")
+    SETTINGS[f"prenorm_learned_{change}"] = skipping(0.4, "learned", *args)
 
 
-def tuned(router, rate=None):
-    """The arguments of a router that came out best of the settings, at another rate"""
-    tried = {name: final_loss(ROOT / f"results/mod_settings/{name}-0.004-1") for name in SETTINGS}
-    tried = {  # with the ends out of it, less is skipped
-        name: loss
-        for name, loss in tried.items()
+def tuned(router, rate=0.4):
+    """The arguments of a router with the lowest loss in the settings study, at any rate.
+
+    blocks=inner is left out, because it skips less.
+    """
+    tried = {
+        name: final_loss(ROOT / f"results/mod_settings/{name}-0.004-1")
+        for name in SETTINGS
         if name.startswith(router + "_") and "blocks" not in name
     }
     if None in tried.values():
-        raise SystemExit(
-            f"the settings of {router} are not all tried: python runs/mod_v_dense.py settings"
-        )
-    return SETTINGS[min(tried, key=tried.get)] + ([] if rate is None else [f"--mod_rate={rate}"])
+        first = "python runs/mod_v_dense.py settings"
+        raise SystemExit(f"the settings of {router} are not all tried: run {first} first")
+    args = SETTINGS[min(tried, key=tried.get)]
+    return args if router == "dense" else [*args, f"--mod_rate={rate}"]
 
 
 def compared():
     variants = {"dense": tuned("dense"), "prenorm_dense": [PRENORM]}
     for rate in (0.2, 0.4):
-        variants |= {
-            f"{router}_{rate}": tuned(router, rate)
-            for router in (*ROUTERS, "prenorm_learned")
-            if router != "dense"
-        }
+        for router in (*ROUTERS, "prenorm_learned"):
+            variants[f"{router}_{rate}"] = tuned(router, rate)
         variants[f"random_{rate}"] = [*skipping(rate, "random"), *tuned("dense")]
     for on in ("attention", "mlp"):
-        variants |= {
-            f"{router}_{on}_0.4": [*tuned(router), f"--mod_on={on}"]
-            for router in ROUTERS
-            if router != "dense"
-        }
+        for router in ROUTERS:
+            variants[f"{router}_{on}_0.4"] = [*tuned(router), f"--mod_on={on}"]
     return variants
 
 
 def skipped(name, variant):
-    """What validation tokens really skip, the mean over the runs"""
-    reports = (
-        json.load(open(file))["mod"]
-        for file in (ROOT / f"results/{name}").glob(f"{variant}-0.004-*/eval.json")
-    )
-    return statistics.mean(report["rate"] for report in reports)
+    """The share of validation tokens that a variant skips, averaged over its runs."""
+    files = (ROOT / f"results/{name}").glob(f"{variant}-0.004-*/eval.json")
+    return statistics.mean(json.load(open(file))["mod"]["rate"] for file in files)
 
 
 def spent(name, variant):
-    """Training FLOPs, the mean over the runs"""
+    """Training FLOPs of a variant, averaged over its runs."""
     logs = (ROOT / f"results/{name}").glob(f"{variant}-0.004-*/log.jsonl")
     return statistics.mean(json.loads(log.read_text().splitlines()[-1])["flops"] for log in logs)
 
@@ -112,14 +102,12 @@ def routers():
     print("| variant | skipped | training FLOPs |\n|---|---|---|")
     for variant in variants:
         share = f"{skipped('mod_table', variant):.3f}" if look(variant) else "0"
-        print(
-            f"| {variant} | {share} | {spent('mod_table', variant) / spent('mod_table', 'dense'):.3f} |"
-        )
+        flops = spent("mod_table", variant) / spent("mod_table", "dense")
+        print(f"| {variant} | {share} | {flops:.3f} |")
 
 
 def isoflop():
-    variants = {"dense": tuned("dense")}
-    variants["dense_6_blocks"] = [*tuned("dense"), "--n_layer=6"]  # or save by having fewer blocks
+    variants = {"dense": tuned("dense"), "dense_6_blocks": [*tuned("dense"), "--n_layer=6"]}
     for rate in (0.1, 0.2, 0.25, 0.3, 0.4):
         variants[f"rate_{rate}"] = tuned("no_fallback", rate)
     table(sweep("isoflop", variants, [4e-3], [1, 2, 3], [*COMMON, "--flops_budget=1.19e13"], look))

@@ -1,18 +1,16 @@
 """
-Does NAG lead pre-norm, does the lead grow with depth, and what drives it? On the embedded corpus, width 128.
+Compare NAG with pre-norm at width 128: does its lead grow with depth, and which piece causes it?
 
-    python runs/nag_v_prenorm.py depth        8, 16 and 32 blocks, the best learning rate of each with three seeds
-    python runs/nag_v_prenorm.py ladder       from pre-norm to NAG and each piece taken out again, 16 blocks
-    python runs/nag_v_prenorm.py tolerance    how far the learning rate can rise, AdamW and Muon, 8 blocks
+    python runs/nag_v_prenorm.py depth        8, 16 and 32 blocks, 3 seeds at the best learning rate
+    python runs/nag_v_prenorm.py ladder       from pre-norm to NAG piece by piece, 16 blocks
+    python runs/nag_v_prenorm.py tolerance    many learning rates with AdamW and Muon, 8 blocks
 """
 
 import sys
 
-from sweep import sweep, table
+from sweep import COMMON, LOOK, sweep, table
 
-COMMON = "--device=cpu --save_interval=100 --log_interval=10 --eval_tokens=65536".split()
-LOOK = ["--what=depth", "--depth_tokens=4096", "--batch_size=8"]
-PIECES = {  # in the order of the ladder, then NAG with one piece changed
+PIECES = {  # from pre-norm to NAG, then NAG with one piece changed
     "prenorm": ["--residual=prenorm"],
     "prenorm_wide": ["--residual=prenorm", "--n_hidden=544"],  # as many parameters as NAG
     "orthogonal": ["--residual=orthogonal"],
@@ -31,13 +29,14 @@ PIECES = {  # in the order of the ladder, then NAG with one piece changed
 }
 
 
+def modes(suffix, *args):
+    return {f"{mode}_{suffix}": [*args, f"--residual={mode}"] for mode in ("prenorm", "nag")}
+
+
 def depth():
     for blocks, rates in ((8, [2e-3, 4e-3]), (16, [2e-3, 4e-3]), (32, [1e-3, 2e-3, 4e-3])):
-        modes = {
-            f"{mode}_{blocks}": [f"--n_layer={blocks}", "--max_iters=500", f"--residual={mode}"]
-            for mode in ("prenorm", "nag")
-        }
-        table(sweep("nag_depth", modes, rates, [1, 2, 3], COMMON, LOOK))
+        variants = modes(blocks, f"--n_layer={blocks}", "--max_iters=500")
+        table(sweep("nag_depth", variants, rates, [1, 2, 3], COMMON, LOOK))
 
 
 def ladder():
@@ -46,17 +45,10 @@ def ladder():
 
 
 def tolerance():
-    rates = [1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3]  # up to 4 and more times the best
+    rates = [1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3]
     for optimizer, higher in (("adamw", []), ("muon", [64e-3])):
-        modes = {
-            f"{mode}_{optimizer}": [
-                "--max_iters=250",
-                f"--optimizer={optimizer}",
-                f"--residual={mode}",
-            ]
-            for mode in ("prenorm", "nag")
-        }
-        table(sweep("nag_tolerance", modes, rates + higher, [1], COMMON))
+        variants = modes(optimizer, "--max_iters=250", f"--optimizer={optimizer}")
+        table(sweep("nag_tolerance", variants, rates + higher, [1], COMMON))
 
 
 {"depth": depth, "ladder": ladder, "tolerance": tolerance}[sys.argv[1]]()

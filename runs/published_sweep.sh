@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The ranges that the BHyT paper searched (arXiv 2601.09719), one run after the other; arguments are handed on:
+# Run the grid that the BHyT paper searched (arXiv 2601.09719). Other arguments go to train.py:
 #   runs/published_sweep.sh pretraining out/sweep_bhyt config/llama_374m.py config/published_bhyt.py
 #   runs/published_sweep.sh sft out/sweep_sft config/sft_lima.py --init_from=out/llama_1b
-# A run that is finished is left alone, one that was cut short goes on, one that diverged is named.
+# Started again, it leaves finished runs and continues interrupted ones. It names runs that fail.
 set -eu
 cd "$(dirname "$0")/.."
 kind=$1
 folder=$2
 shift 2
-run() { # name, arguments
+run() { # name, arguments of train.py
     out=$folder/$1
     shift
     if ls "$out"/ckpt* > /dev/null 2>&1; then set -- "$@" --init_from=resume; fi
@@ -22,5 +22,5 @@ pretraining)
             --min_lr="$(python -c "print($lr * $last)")"
     done; done; done; done ;;
 sft) for lr in 1e-7 1e-6 1e-5 1e-4; do run "$lr" "$@" --learning_rate=$lr; done ;;
-*) echo "give pretraining or sft, not $kind" >&2; exit 2 ;;
+*) echo "choose pretraining or sft, not $kind" >&2; exit 2 ;;
 esac

@@ -1,7 +1,8 @@
 """
-Runs of train.py, as many at a time as there are cores, one thread each: every variant at every learning rate, then each
-variant's best learning rate with more seeds. Whatever is already logged is skipped, so a script that calls this can be
-killed and started again. A log is results/NAME/VARIANT-LR-SEED/log.jsonl.
+Train each variant at each learning rate, then the best rate of each variant with more seeds.
+
+As many runs of train.py as there are cores go at a time, with one thread each. Finished runs are
+skipped, so a study can be stopped and started again. Logs: results/NAME/VARIANT-LR-SEED/log.jsonl.
 """
 
 import json
@@ -14,14 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+COMMON = "--device=cpu --save_interval=100 --log_interval=10 --eval_tokens=65536".split()
+LOOK = ["--what=depth", "--depth_tokens=4096", "--batch_size=8"]
 
 
 def final_loss(run):
-    """Validation loss at the end of a run; infinity if it diverged; None if it is not finished"""
+    """Final validation loss of a run; infinity if it diverged, None if it is not finished."""
     log = run / "log.jsonl"
-    records = (
-        [json.loads(line) for line in log.open() if line.endswith("\n")] if log.exists() else []
-    )
+    lines = log.open() if log.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
     if not records or "step" not in records[-1]:
         return None
     header, last = next(r["run"] for r in records if "run" in r), records[-1]
@@ -33,47 +35,53 @@ def final_loss(run):
 
 
 def refuse_mixed_data(runs):
-    """A table may only hold runs on the same data. Another machine's Python makes another data/python."""
+    """Refuse runs on different data. Another Python version makes another data/python."""
     data = {}
     for run in runs:
         with (run / "log.jsonl").open() as log:
             header = next(json.loads(line)["run"] for line in log if '"run"' in line)
         data.setdefault(str(header.get("data")), run)
     if len(data) > 1:
-        names = " and ".join(run.name for run in data.values())
-        raise SystemExit(
-            f"{names} were trained on different data: move the old runs away to do them again"
-        )
+        different = " and ".join(run.name for run in data.values())
+        different += " were trained on different data"
+        raise SystemExit(f"{different}: move the old runs away to train them again")
 
 
-def train(run, args, then):
+def train(run, args, eval_args):
+    """Train one run, or continue it, then evaluate it."""
     common = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     out, loss = f"--out_dir={run.relative_to(ROOT)}", final_loss(run)
     if loss is None:
         subprocess.run([sys.executable, "train.py", *args, out, "--init_from=auto"], **common)
         loss = final_loss(run)
         if loss is None:
-            raise SystemExit(f"{run.name} was not finished: what train.py says of it is above")
+            raise SystemExit(f"{run.name} did not finish: see the message of train.py above")
         print(run.name, loss, flush=True)
-    if then and not (run / "eval.json").exists() and loss < math.inf:
-        subprocess.run([sys.executable, "eval.py", out, *then], check=True, **common)
+    if eval_args and not (run / "eval.json").exists() and loss < math.inf:
+        subprocess.run([sys.executable, "eval.py", out, *eval_args], check=True, **common)
 
 
 def sweep(name, variants, learning_rates, seeds, common=(), then=()):
-    """variants: {name: arguments of train.py}; then: arguments of eval.py, or a function from the variant to them.
-    Returns {variant: {lr: [loss of each seed]}}."""
+    """Train all runs of a study. Returns {variant: {learning rate: [loss of each seed]}}.
+
+    variants is {name: arguments of train.py}, and common are arguments for all of them. then are
+    the arguments of eval.py, or a function from the name of a variant to them.
+    """
 
     def run(variant, lr, seed):
         return ROOT / "results" / name / f"{variant}-{lr:g}-{seed}"
 
-    def args(variant, lr, seed):
-        return [*common, *variants[variant], f"--learning_rate={lr}", f"--seed={seed}"]
-
     def job(at):
-        train(run(*at), args(*at), then(at[0]) if callable(then) else then)
+        variant, lr, seed = at
+        args = [*common, *variants[variant], f"--learning_rate={lr}", f"--seed={seed}"]
+        train(run(*at), args, then(variant) if callable(then) else then)
 
     def best(variant):
         return min(learning_rates, key=lambda lr: final_loss(run(variant, lr, seeds[0])))
+
+    def losses(variant, lr):
+        finals = [final_loss(run(variant, lr, seed)) for seed in seeds]
+        return [loss for loss in finals if loss is not None]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         grid = [(variant, lr, seeds[0]) for lr in learning_rates for variant in variants]
@@ -81,22 +89,16 @@ def sweep(name, variants, learning_rates, seeds, common=(), then=()):
         more = [(variant, best(variant), seed) for seed in seeds[1:] for variant in variants]
         list(pool.map(job, more))
     refuse_mixed_data([run(*at) for at in grid + more])
-    return {
-        v: {
-            lr: [x for s in seeds if (x := final_loss(run(v, lr, s))) is not None]
-            for lr in learning_rates
-        }
-        for v in variants
-    }
+    return {variant: {lr: losses(variant, lr) for lr in learning_rates} for variant in variants}
 
 
 def table(losses):
-    """One line a variant: the loss at each learning rate, and mean and spread over the seeds of the best"""
+    """Print one line per variant: the loss at each rate, mean and deviation at the best rate."""
     rates = list(next(iter(losses.values())))
     print("| variant | " + " | ".join(f"lr {lr:g}" for lr in rates) + " | best: mean ± std (n) |")
     print("|---" * (len(rates) + 2) + "|")
     for variant, by_lr in losses.items():
-        top = min(by_lr.values(), key=lambda x: x[0])
-        spread = f" ± {statistics.stdev(top):.3f}" if len(top) > 1 else ""
-        cells = " | ".join(f"{x[0]:.3f}" for x in by_lr.values())
-        print(f"| {variant} | {cells} | {statistics.mean(top):.3f}{spread} ({len(top)}) |")
+        best = min(by_lr.values(), key=lambda seeds: seeds[0])
+        spread = f" ± {statistics.stdev(best):.3f}" if len(best) > 1 else ""
+        cells = " | ".join(f"{seeds[0]:.3f}" for seeds in by_lr.values())
+        print(f"| {variant} | {cells} | {statistics.mean(best):.3f}{spread} ({len(best)}) |")
