@@ -495,7 +495,7 @@ def mod(settings, copy, matmul):
         found = routers(model)
         for one, more in zip(found, torch.linspace(-0.1, 0.1, len(found)).tolist()):
             one.share.fill_(1 - rate + more)
-            one.settle()
+            one.update_k()
         x = tokens(config, batch_size)
 
         @torch.no_grad()

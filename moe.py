@@ -102,7 +102,7 @@ class MoE(nn.Module):
         return s, (s + self.bias).topk(self.k).indices
 
     def run_experts(self, x, order, w, load):
-        """Eq. 2 without shared(h), (N, C). order (N k,) sorts the N k choices by expert. w (N, k)."""
+        """Eq. 2 without shared(h), (N, C). order (N k,) groups the choices by expert. w (N, k)."""
         ends = load.cumsum(0).to(torch.int32)
         rows = order // self.k  # (N k,): tokens
         device = x.device.type

@@ -1422,7 +1422,7 @@ def test_experts_are_balanced_by_bias_or_by_loss():
     idx = some_ids(8)
     model = tiny(moe_experts=4, moe_rate=0.02, residual="prenorm")
     with torch.no_grad():
-        model.blocks[0].mlp.router.weight[0] *= 8  # loved by some, hated by others
+        model.blocks[0].mlp.bias[0] = 0.5  # every token chooses the first expert
     worst = []
     for _ in range(100):
         model(idx)
@@ -4107,10 +4107,11 @@ SOURCES = sorted(
 
 
 def test_only_the_launcher_speaks_through_the_environment():
+    launcher = {f'environ.get("{name}",' for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     for path in SOURCES:
-        if not path.endswith("test_all.py"):
+        if not os.path.basename(path).startswith("test_"):
             named = re.findall(r"environ\S*", open(path).read())
-            assert set(named) <= {"environ.get(k,", "environ"}, (path, named)
+            assert set(named) <= launcher | {"environ"}, (path, named)
             assert not re.findall(r"except( Exception)?:", open(path).read()), path
 
 
