@@ -43,7 +43,7 @@ from data import Loader, Windows, get_tokenizer, write_json
 from generate import FOLDS, KVCache, compiled_step, next_token
 from machine import autocast, commit, device_name, pick_device, prepare_process
 from mod import routers
-from model import GPT, GPTConfig, settings_of_others
+from model import GPT, RESIDUALS, GPTConfig, settings_of_others
 from norms import Stream, pick
 from prepare_c4 import batches, in_order, list_files, start_worker
 
@@ -152,6 +152,7 @@ def configs(settings):
     base = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
     named = {}
     for mode in modes.split(","):
+        pick(RESIDUALS, mode, "residual")  # refuse an unknown mode
         name = mode + " again" if mode in named else mode
         named[name] = replace(base, residual=mode, **settings_of_others(mode))
     return named

@@ -183,7 +183,7 @@ def check_settings():
     if settings["bf16_stream"] and dtype == "float32":
         fail("bf16_stream=True needs dtype='bfloat16'")
     if shard == "fsdp" and world == 1:
-        fail("shard='fsdp' needs several processes: start it with torchrun")
+        fail("shard='fsdp' needs several processes: use torchrun, or --shard=none")
     if compile and device.type == "cpu" and shutil.which("g++") is None:
         fail("compile=True needs a C++ compiler on a CPU: install g++, or --compile=False")
     if not lora_rank and (lora_alpha, lora_dropout, lora_targets) != adapter_defaults:
