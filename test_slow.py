@@ -1,0 +1,564 @@
+"""The tests of `make slow`: C4 from a failing hub, kills, lm-eval, bench, documented commands."""
+
+import glob
+import gzip
+import json
+import math
+import os
+import random
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread, Timer
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import bhyt
+import checkpoint as checkpoints
+import data as data_file
+import depth
+import eval as ask
+import lora
+import nag
+import norms
+import prepare_c4
+from test_all import (
+    HERE,
+    TINY_RUN,
+    assert_same_state,
+    cases,
+    checkpoint,
+    data,
+    evaluated,
+    log_of,
+    make_data,
+    mean_square,
+    ranks,
+    refuses,
+    rms,
+    runs,
+    script,
+    shaken,
+    some_lanes,
+    tiny,
+    train,
+    write_conversations,
+    write_texts,
+)
+
+pytestmark = pytest.mark.slow
+
+
+# ------------------------------------------------------------------------------------------------
+# C4
+
+C4_DOCUMENTS = {"validation.00000": 20, "train.00000": 30, "train.00001": 5, "train.00002": 20}
+C4_BLOCK = 50_000  # bytes per request, so that a file takes several requests
+C4_ARGV = "--tokenizer=bytes --workers=1 --shard_tokens=2e6 --max_tokens=15e6 --max_val_tokens=1e6"
+
+
+@pytest.fixture(scope="module")
+def c4_files():
+    """{name: content} of all files of C4. The first few have documents of 400 kB, the others none.
+
+    The client decodes 10 MB at once. So it yields records before it fetches the end of train.00000.
+    """
+    rng, files = random.Random(0), {}
+    for path in sum(prepare_c4.list_files("c4"), []):
+        name = path.removeprefix("hf://datasets/allenai/c4/")
+        lines = []
+        for i in range(C4_DOCUMENTS.get(re.search(r"\w+\.\d+", name)[0], 0)):
+            text = f"{name} {i} " + 40 * rng.randbytes(5000).hex()
+            lines.append(json.dumps({"text": text, "timestamp": "2019-04-25", "url": "u"}))
+        files[name] = gzip.compress("\n".join(lines).encode(), 1) if lines else b""
+    return files
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers the client's requests to the hub.
+
+    A fault is (pattern, what happens to a request). Faults happen in order, each to the first
+    request that matches its pattern after the previous fault.
+    """
+
+    def do_GET(self):
+        hub, path, name = self.server.hub, self.path, self.path.split("/main/")[-1]
+        content = hub.files.get(name, b"")
+        first, last = map(int, re.findall(r"\d+", self.headers.get("Range", "0-0")))
+        request = f"{path} {100 * first // max(1, len(content))}%"
+        hub.requests.append(request)
+        fault = None
+        if hub.faults and re.search(hub.faults[0][0], request):
+            fault = hub.faults.pop(0)[1]
+        if fault == "kill":
+            hub.client.kill()
+        elif fault == "gone":
+            hub.vanish()
+            Timer(4, hub.appear).start()
+        elif isinstance(fault, tuple):
+            self.reply(*fault)
+        elif path == "/api/datasets/allenai/c4":
+            self.reply(200, {}, b'{"id": "allenai/c4", "sha": "0", "siblings": []}')
+        elif path.startswith("/api/datasets/allenai/c4/tree/main/en?"):
+            at = int(path.partition("cursor=")[2] or 0)
+            page = list(hub.files.items())[at : at + 1000]
+            tree = [{"type": "file", "path": n, "size": len(c), "oid": "0"} for n, c in page]
+            link = f'<{hub.url}{path.split("?")[0]}?cursor={at + 1000}>; rel="next"'
+            self.reply(200, {"Link": link} if len(page) == 1000 else {}, json.dumps(tree).encode())
+        elif path.startswith("/datasets/allenai/c4/resolve/main/") and content:
+            self.reply(302, {"Location": path.replace("/resolve/", "/content/")})
+        elif path.startswith("/datasets/allenai/c4/content/main/"):
+            span = {"Content-Range": f"bytes {first}-{last}/{len(content)}"}
+            self.reply(206, span, content[first : last + 1], cut=fault == "cut")
+        else:
+            self.reply(404)
+
+    def reply(self, status, headers=None, body=b"", cut=False):
+        self.send_response(status)
+        for key, value in {**(headers or {}), "Content-Length": len(body)}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if cut else body)
+
+    def log_message(self, *args):
+        pass
+
+
+class StandIn:
+    """A server that acts as the hub, with these files and faults."""
+
+    def __init__(self, files, faults):
+        self.files, self.faults, self.requests, self.port = files, list(faults), [], 0
+        self.appear()
+
+    def appear(self):
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Hub)
+        self.server.hub = self
+        self.port = self.server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def vanish(self):
+        """Refuse connections from now on."""
+        self.server.shutdown()
+        self.server.server_close()
+
+    def prepare(self, directory, *command):
+        """Prepare C4 from this hub in another process. Start it again whenever it is killed."""
+        env = {k: v for k, v in os.environ.items() if not re.match("HF_|.*proxy", k, re.I)}
+        env |= {"HF_ENDPOINT": self.url, "HF_HOME": f"{directory}/home"}
+        env |= {"FSSPEC_HF": json.dumps({"block_size": C4_BLOCK})}
+        command = [sys.executable, *(command or ["prepare_c4.py"])]
+        command += ["--source=c4", f"--data_dir={directory}", *C4_ARGV.split()]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        self.runs, self.status = 0, -signal.SIGKILL
+        while self.status == -signal.SIGKILL:
+            self.client = subprocess.Popen(command, cwd=HERE, env=env, text=True, **pipes)
+            try:
+                self.errors = self.client.communicate(timeout=100)[1]
+            finally:
+                self.client.kill()
+            self.runs, self.status = self.runs + 1, self.client.returncode
+        self.vanish()
+
+
+def shards(directory):
+    paths = glob.glob(os.path.join(directory, "*.bin"))
+    return {os.path.basename(path): open(path, "rb").read() for path in paths}
+
+
+LATER = (429, {"Retry-After": "0"})
+C4_FAULTS = {
+    "failures": [
+        (r"/tree/", (520,)),
+        (r"/c4 ", (500,)),
+        *[(r"resolve.*train.00000.* 9\d%", LATER)] * 6,  # the client gives up at the sixth
+        (r"content.*train.00001", "cut"),
+    ],
+    "deaths": [
+        (r"/tree/", (429,)),
+        (r"validation.00000", (503,)),
+        (r"train.00001", "kill"),
+        (r"train.00000.* 9\d%", "gone"),
+        (r"train.00002", LATER),
+    ],
+}
+
+
+def test_c4_from_a_hub_that_fails_equals_c4_from_disk(c4_files, tmp_path):
+    for name, content in c4_files.items():
+        if content:
+            (tmp_path / os.path.basename(name)).write_bytes(content)
+    hubs = {name: StandIn(c4_files, faults) for name, faults in C4_FAULTS.items()}
+    with ThreadPoolExecutor() as threads:
+        runs = [threads.submit(hub.prepare, tmp_path / name) for name, hub in hubs.items()]
+        argv = [f"--source={tmp_path}/c4-train*", f"--val_source={tmp_path}/c4-validation*"]
+        whole = shards(make_data(tmp_path / "whole", *argv, *C4_ARGV.split()))
+    assert len(whole) == 1 + 8 and [run.result() for run in runs] == [None, None]
+    for name, hub in hubs.items():
+        assert (hub.status, hub.faults) == (0, []), hub.errors
+        assert shards(tmp_path / name) == whole, name
+        # Two requests for the data set and two listings of two pages, for any number of files. A
+        # second process would double that. A fault adds one request.
+        asked = [r for r in hub.requests if r.startswith("/api/datasets/")]
+        faults = sum(pattern in ("/c4 ", "/tree/") for pattern, _ in C4_FAULTS[name])
+        assert len(asked) <= hub.runs * 6 + faults, asked
+        # Each block is fetched once for the columns and once for the records, with a redirect each.
+        fetched = [r for r in hub.requests if "train.00002" in r]
+        size = len(next(content for n, content in c4_files.items() if "train.00002" in n))
+        assert len(fetched) <= 2 * 2 * (size // C4_BLOCK + 1) + 1, fetched
+    assert [hub.runs for hub in hubs.values()] == [1, 2]
+
+
+def test_a_hub_that_refuses_for_good_ends_preparation_with_one_line(c4_files, tmp_path):
+    impatient = "import sys, data, prepare_c4 as p; data.PATIENCE = 2; "
+    impatient += "p.prepare(p.configure(vars(p), argv=sys.argv[1:])[0])"
+    hubs = {
+        "FileNotFoundError": StandIn({}, []),
+        "404 Not Found": StandIn(c4_files, [("/tree/", (404,))]),
+        "401 Client Error": StandIn(c4_files, [("/c4 ", (401, {"X-Error-Code": "RepoNotFound"}))]),
+        "Connection refused": StandIn(c4_files, []),
+    }
+    hubs["Connection refused"].vanish()
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda name: hubs[name].prepare(tmp_path / name, "-c", impatient), hubs))
+    for reason, hub in hubs.items():
+        *others, line = hub.errors.strip().split("\n")
+        assert hub.status == 1 and "Traceback" not in hub.errors, hub.errors
+        assert line.startswith("hf://datasets/allenai/c4/en/c4-validation.00000-of-00008.json.gz: ")
+        assert reason in line
+        if reason == "Connection refused":
+            assert line.endswith("gave up after 2 s; start again to go on")
+        else:
+            assert line.endswith("set HF_TOKEN to a token that may read it") and not others, others
+
+
+# ------------------------------------------------------------------------------------------------
+# Training in several processes
+
+
+@cases("more, close", [
+    ({}, 2e-4), ({"optimizer": "muon"}, 2e-4), ({"moe_experts": 4}, 3e-3),
+])  # fmt: skip
+def test_a_run_goes_from_any_number_of_ranks_to_any_other(data, tmp_path, more, close):
+    """Half of them compiled; no matter which, they have the curve of one eager process."""
+    one, run, how = tmp_path / "a", tmp_path / "b", dict(lr_decay_iters=9, total_batch_tokens=256)
+    train(data, one, **how, **more, max_iters=9)
+    for last, world, shard, compile in (
+        (2, 2, "fsdp", True), (3, 1, "none", False), (4, 2, "fsdp", False), (5, 4, "fsdp", False),
+        (7, 2, "none", True), (9, 2, "fsdp", True),
+    ):  # fmt: skip
+        start = dict(init_from="auto", world=world, shard=shard, compile=compile)
+        ranks(data, run, **start, **how, **more, max_iters=last)
+    assert log_of(run).losses == pytest.approx(log_of(one).losses, abs=close)
+    states = (lora.load_model(path)[1].state_dict() for path in (run, one))
+    torch.testing.assert_close(*states, rtol=1e-2, atol=10 * close)
+
+
+@cases("world, shard, kills", [(1, "none", 5), (2, "none", 5), (2, "fsdp", 20)])
+def test_torchrun_restarts_after_kill_9_and_nothing_changes(data, tmp_path, world, shard, kills):
+    one, two, rng = tmp_path / "one", tmp_path / "two", random.Random(0)
+    how = dict(shard=shard, save_interval=1, eval_interval=0, total_batch_tokens=256)
+    how |= dict(max_iters=12 * kills + 20, init_from="auto")
+    ranks(data, one, world=world, **how)
+    argv = [*TINY_RUN, f"--data_dir={data}", f"--out_dir={two}", *(f"--{k}={how[k]}" for k in how)]
+    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={world}"
+    command = [sys.executable, *launcher.split(), f"--max-restarts={kills}", "train.py", *argv]
+    with open(tmp_path / "printed", "w") as printed:
+        how = dict(env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=printed, stderr=printed)
+        launched = subprocess.Popen(command, cwd=HERE, **how)
+    for kill in range(1, kills + 1):
+        newest, goal = None, 12 * kill + rng.randrange(5)
+        while newest is None or checkpoint(newest)["step"] < goal:
+            assert launched.poll() is None, open(tmp_path / "printed").read()
+            time.sleep(0.02 + rng.random() * 0.05)
+            newest = checkpoints.newest(str(two))
+        workers = subprocess.run(["pgrep", "-P", str(launched.pid)], capture_output=True).stdout
+        for worker in workers.split():
+            os.kill(int(worker), signal.SIGKILL)
+    assert launched.wait(timeout=120) == 0, open(tmp_path / "printed").read()
+    assert_same_state(one, two)
+    assert log_of(two).losses == log_of(one).losses and len(log_of(two).headers) == kills + 1
+
+
+# ------------------------------------------------------------------------------------------------
+# lm-eval's harness
+
+
+CHOICES = [
+    {"q": f"{a} and {b} is", "choices": [str(a + b), str(a), "no"], "gold": 0}
+    for a, b in ((1, 2), (3, 4), (2, 2))
+]
+TASKS = {  # the three kinds
+    "tiny_choice": dict(output_type="multiple_choice", doc_to_text="{{q}}", doc_to_target="gold",
+                        doc_to_choice="{{choices}}"),
+    "tiny_rolling": dict(output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{q}}",
+                         metric_list=[{"metric": "byte_perplexity"}]),
+    "tiny_writing": dict(output_type="generate_until", doc_to_text="{{q}}",
+                         doc_to_target="{{choices[0]}}", metric_list=[{"metric": "exact_match"}],
+                         generation_kwargs={"until": [" "], "max_gen_toks": 5}),
+}  # fmt: skip
+
+
+def write_tasks(directory):
+    directory.mkdir()
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHOICES))
+    files = {"data_files": {"test": f"{directory}/rows.jsonl"}}
+    where = dict(dataset_path="json", dataset_kwargs=files, test_split="test")
+    for name, task in TASKS.items():  # JSON is YAML too
+        (directory / f"{name}.yaml").write_text(json.dumps({"task": name} | where | task))
+    return directory
+
+
+def test_the_harness_gets_what_a_loop_would_compute(runs, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("lm_eval", reason="make test installs lm-eval")
+    run, how = runs / "a", dict(task_dir=write_tasks(tmp_path / "tasks"))
+    report, (_, model) = evaluated(run, "tasks", tasks=",".join(TASKS), **how), lora.load_model(run)
+    choice, rolling, writing, versions = report["tasks"].values()
+    assert "tiny_choice" in capsys.readouterr().out and set(versions) == {"lm_eval", "datasets"}
+
+    def score(context, continuation):
+        ids, n = [256, *(context + continuation).encode()], len(continuation.encode())
+        logp = model(torch.tensor([ids[-33:-1]]))[0][0, -n:].detach().log_softmax(-1)
+        return logp[range(n), [*continuation.encode()]].sum().item()
+
+    scores = [[score(row["q"], " " + choice) for choice in row["choices"]] for row in CHOICES]
+    lengths = [[len(choice) for choice in row["choices"]] for row in CHOICES]
+    assert choice["acc,none"] == np.mean(np.argmax(scores, axis=1) == 0)
+    assert choice["acc_norm,none"] == np.mean(np.argmax(np.divide(scores, lengths), axis=1) == 0)
+    assert choice["acc_stderr,none"] >= 0 and writing["exact_match,none"] == 0
+    nats, length = (sum(f("", row["q"]) for row in CHOICES) for f in (score, lambda _, q: len(q)))
+    assert rolling["byte_perplexity,none"] == pytest.approx(math.exp(-nats / length), rel=1e-5)
+    half = evaluated(run, "tasks", tasks="tiny_choice", limit=2, num_fewshot=0, **how)["tasks"]
+    assert half["tiny_choice"]["acc,none"] in (0, 0.5, 1)
+    refuses("chioce is not one of tiny_choice", evaluated, run, "tasks", tasks="chioce", **how)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    refuses("pip install lm-eval", evaluated, run, "tasks")
+
+
+def test_writing_stops_where_it_is_told(monkeypatch):
+    encoding, asked = data_file.get_tokenizer("bytes"), []
+    model = SimpleNamespace(config=SimpleNamespace(block_size=32))
+
+    def written(ids, context, *how):
+        stream = lambda *args, **how: asked.append(args[1]) or (torch.tensor([[i]]) for i in ids)
+        monkeypatch.setattr(ask, "stream_tokens", stream)
+        return ask.write_until(model, encoding, context, *how, 0.0, "cpu")
+
+    assert written(b"so it is.\nQ: more", "x" * 99, ["Q:", "\n"], 256) == "so it is."
+    assert len(asked[0][0]) == 16  # of the context half a window stays
+    assert written([97, 98, 256], "x", ["Q:"], 9) == "ab"
+
+
+# ------------------------------------------------------------------------------------------------
+# Studies, speed, README, GUIDE
+
+
+def test_the_classroom_comes_out_as_foretold(data, tmp_path, capsys):
+    classroom = lambda **how: script("runs/classroom.py", data_dir=data, out=tmp_path, **how)
+    classroom(cases="B,C", steps=60, batch_size=128, width=128)
+    classroom(what="walk", activation="relu", norm="none", skip=False)
+    classroom(what="transformer", steps=10, batch_size=64)
+    printed = capsys.readouterr().out
+    assert "explosion | explosion |" in printed and "smooth | smooth |" in printed
+    variances = [float(x) for x in re.findall(r"^\| \d+ \| (\S+) \|", printed, re.M)]
+    assert len(variances) == 24 and max(variances) / min(variances) < 4  # which is kaiming's aim
+    assert re.findall(r"^(\w+):", printed, re.M) == ["skip", "no_skip", "none"]
+
+
+def test_sweep_trains_a_grid_then_seeds_at_the_best(data, runs, tmp_path, monkeypatch, capsys):
+    """What is there already, it skips."""
+    monkeypatch.syspath_prepend(os.path.join(HERE, "runs"))
+    import sweep
+
+    ran = []
+
+    def in_process(command, **how):
+        _, name, *argv = command
+        ran.append(name)
+        script(name, *(TINY_RUN if name == "train.py" else []), f"--data_dir={data}", *argv)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "subprocess", SimpleNamespace(run=in_process, DEVNULL=None))
+    monkeypatch.setattr(sweep, "ROOT", tmp_path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)  # the pool's thread may not set any
+    how = dict(learning_rates=[1e-4, 1e-2], seeds=[1, 2], then=["--what=loss", "--eval_tokens=64"])
+    for _ in range(2):  # the second time, all is there
+        found = sweep.sweep("toy", {"plain": [], "scaled": ["--residual=lns"]}, **how)
+        assert ran == ["train.py", "eval.py"] * 6
+    grid = {f"{v}-{lr}" for lr in ("0.0001-1", "0.01-1", "0.01-2") for v in ("plain", "scaled")}
+    assert set(os.listdir("results/toy")) == grid
+    sweep.table(found)
+    mean, std = np.mean(found["plain"][1e-2]), np.std(found["plain"][1e-2], ddof=1)
+    assert f"{mean:.3f} ± {std:.3f} (2)" in capsys.readouterr().out
+    (tmp_path / "log.jsonl").write_text('{"run": {"data": "other"}}\n')
+    message = f"a and {tmp_path.name} were trained on different data"
+    refuses(message, sweep.refuse_mixed_data, [runs / "a", tmp_path])
+
+
+THEORY = os.path.join(HERE, "runs", "bhyt_theory.py")
+
+
+@torch.no_grad()
+@cases("activation", ["gelu", "relu", "swiglu"])
+def test_the_theory_of_bhyt_is_what_independent_inputs_would_do(activation):
+    theory = runpy.run_path(THEORY)
+    model = tiny(residual="bhyt", n_embd=64, n_head=4, n_kv_head=2, activation=activation)
+    block = shaken(model).blocks[0]
+    mlp, gain, norm = block.mlp, block.mlp_residual.norm.gain, block.attn_residual.norm
+    if mlp.gate is None:  # the theory takes hidden units as uncorrelated: each gets a sign
+        mlp.down.weight.mul_(torch.randn_like(mlp.down.weight).sign())
+    sampled = mlp(0.7 * gain * torch.randn(20000, 64)).square().mean().item()
+    assert theory["mlp_variance"](mlp, gain, 0.49) == pytest.approx(sampled, rel=0.15)
+    x = torch.randn(4000, 32, 64) * norm.gain * norm.lam / norm.kappa
+    v = block.attn.wv(x).mean(1).view(-1, 2, 1, 16).expand(-1, 2, 2, 16)  # uniform attention
+    sampled = block.attn.wo(v.flatten(1)).square().mean().item()
+    assert theory["added_variance"](block, 32, True).item() == pytest.approx(sampled, rel=0.05)
+    x, y = torch.tensor([[1.0, 2, 4, 8], [2.0, 1, 3, 9]], dtype=torch.float64)
+    r2, pearson = 1 - 4 / ((y - 3.75) ** 2).sum().item(), np.corrcoef(x, y)[0, 1]
+    expected = {"RMSE": 1.0, "R2": r2, "Pearson": pearson, "Spearman": 0.8}
+    assert theory["fit"](x, y) == pytest.approx(expected)
+
+
+def test_the_script_of_bhyt_s_theory_reports_what_was_measured(data, tmp_path, monkeypatch):
+    for mode, *argv in (("nag",), ("bhyt", "--learning_rate=1e-2")):
+        train(data, tmp_path / mode, f"--residual={mode}", *argv)
+    monkeypatch.setattr(sys, "argv", ["", f"--out_dir={tmp_path}/nag"])
+    with pytest.raises(SystemExit, match="residual='nag' predicts no variance"):
+        runpy.run_path(THEORY, run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["", f"--out_dir={tmp_path}/bhyt", "--tokens=512"])
+    runpy.run_path(THEORY, run_name="__main__")
+    report = json.load(open(tmp_path / "bhyt" / "variance.json"))
+    windows, model = data_file.Windows(data, "val", 32), lora.load_model(tmp_path / "bhyt")[1]
+    rows = [windows[i][:-1].astype(int) for i in data_file.spread(windows, 512)]
+    own = {key: [] for key in ("output", "measured", "predicted", "RMSE")}
+    for _, residual, h, _, after in depth.walk(model, torch.tensor(np.stack(rows))):
+        own["output"].append((h / residual.norm.gain).square().mean().item())
+        if residual.first:
+            measured, predicted = after.x.square().mean(-1), after.lane[..., 0]
+            own["measured"].append(measured.mean().item())
+            own["predicted"].append(predicted.mean().item())
+            own["RMSE"].append((measured - predicted).square().mean().sqrt().item())
+    for key, values in own.items():
+        assert report[key] == pytest.approx(values, rel=1e-2 if key == "RMSE" else 1e-3), key
+    bounds = zip(report["output, at least"], own["output"], report["output, at most"])
+    assert all(least < out < most for least, out, most in [*bounds][::2])
+    assert all(0 < a < b for a, b in zip(report["recursion"]["least"], report["recursion"]["most"]))
+    assert max(report["saturated"]) < 0.01
+    assert {"predicted.png", "bounded.png"} <= set(os.listdir(tmp_path / "bhyt"))
+
+
+def test_nag_compiles_to_one_kernel_forward_and_one_backward():
+    from torch._inductor.utils import run_and_get_code
+
+    lanes = some_lanes(4, 16, 64, dtype=torch.float32)
+    compiled, grads = torch.compile(nag.rotate, fullgraph=True), [x.detach() for x in lanes[:2]]
+    _, codes = run_and_get_code(lambda: torch.autograd.backward(compiled(*lanes), grads))
+    assert [len(re.findall(r"^cpp_fused\w+ = ", code, re.M)) for code in codes] == [1, 1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@cases("kind", ["any", "parallel", "zero"])
+@cases("dtype, close", [(torch.float32, 2e-4), (torch.bfloat16, 5e-2)])
+@cases("d", [128, 768, 1000, 2048, 4096])
+def test_on_cuda_what_is_compiled_equals_float64(d, dtype, close, kind):
+    g = torch.Generator().manual_seed(0)
+    r, f, grad, gamma = torch.randn(4, 64, d, generator=g, dtype=torch.float64)
+    f = {"any": f, "parallel": 3 * r / rms(r) + 0.5 * f, "zero": 0 * f}[kind]
+
+    def turned(r, f):
+        lane = norms.upcast(r.new_zeros(64, 1))
+        return nag.rotate(r, lane, f, lane + 0.3)[0]
+
+    def bounded(x, f):
+        x = norms.upcast(x + f)
+        y = bhyt.bounded_tanh(x, mean_square(x), x.new_full((1,), 2.0), gamma[0].to(x), 10.0)
+        return y.to(f.dtype)
+
+    for function in (turned, bounded):
+        results = []
+        for form, *place in ((function, torch.float64), (torch.compile(function), "cuda", dtype)):
+            inputs = [x.to(dtype).to(*place).requires_grad_() for x in (r / rms(r), f)]
+            out = form(*inputs)
+            grads = torch.autograd.grad(out, inputs, grad.to(dtype).to(out))
+            results.append([out, *(grads[:1] if kind == "zero" else grads)])
+        for expected, got in zip(*results):
+            error = (got.double().cpu() - expected).abs().max() / expected.abs().max()
+            assert error < close, (function.__name__, error)
+
+
+def test_bench_keeps_every_number(data, tmp_path, capsys):
+    how = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=2, rounds=2, quick=True)
+    how |= dict(prompt_tokens=8, new_tokens=4, batches_of=2, rates="0,0.4", megabytes=1)
+    how |= dict(modes="nag,nag", out=tmp_path / "bench.json", data_dir=data)
+    script("bench.py", what="forward,residual,train,cold,recipe,memory,generate,mod,data", **how)
+    printed, report = capsys.readouterr().out, json.load(open(how["out"]))
+    assert set(report["forward"]) == set(report["train"]) == {"nag", "nag again"}
+    made = [(of["kernels"], of["bytes"]) for of in report["residual"].values()]
+    assert made[0] == made[1] > made[2] > (1, 16 * 2 * 32 * 32 * 2)  # the last has no modulator
+    assert report["cold"]["nag"]["first"] > report["cold"]["nag"]["later"]
+    prompt, decoding, forwards = report["generate"]
+    assert prompt == "prompt, 2 at once" and forwards == "a token, no cache, " + decoding
+    assert [*report["generate"][decoding]] == ["nag", "nag again", "the weights"]
+    timed = [report[part] for part in ("forward", "residual", "train", "recipe", "mod")]
+    for part in (*timed, *report["generate"].values()):
+        first = next(iter(part.values()))
+        assert first["ratio"] == [1, 1, 1] and len(first["seconds"]) == 2  # as given, not as quick
+    memory, least = report["memory"]["nag"], report["memory"]["nag, both"]
+    assert least["kept"] < memory["kept"] / 2 and least["peak"] < memory["peak"] > memory["kept"]
+    assert 1e6 > memory["kept"] > memory["kept a block"] > 2 * 32 * 32 * 4  # of 2 sequences
+    assert min(report["copy_bytes_s"], report["matmul_flops_s"]) > 1e8
+    texts = ("tokens/s", "of reading the weights", "of the FLOPs", "bare rate", "a batch of 2 x 32")
+    assert all(text in printed for text in texts)
+
+
+def at_toy_size(command, corpus, tasks):
+    """A documented command, smaller. What goes on from a checkpoint has its shape from there."""
+    new_run = " ".join([*TINY_RUN, "--vocab_size=257", "--total_batch_tokens=128"])
+    for text, toy in (
+        (r"\bpython\b", sys.executable), ("torchrun", f"{sys.executable} -m torch.distributed.run"),
+        ("nproc_per_node=8", "nproc_per_node=2"), ("10e9", "10e4"),
+        ("--source=c4", f"--source={corpus} --data_dir=data/c4 --tokenizer=bytes"),
+        ("--tasks=piqa,boolq", f"--tasks=tiny_choice --task_dir={tasks}"),
+        ("make train", f"make train ARGS='{new_run}'"),
+        ("(.*sft_lima.*)", r"\1 --max_iters=2 --eval_tokens=512 --compile=False"),
+        (r"(.*train\.py(?!.*(--help|=resume|branch_from|sft_lima)).*)", rf"\1 {new_run}"),
+        ("(.*eval.py.*)", r"\1 --max_new_tokens=5 --eval_tokens=512 --depth_tokens=512"),
+        ("(.*bench.py.*)", r"\1 --modes=lns --n_layer=1 --n_embd=64 --rounds=2 --what=residual"),
+    ):  # fmt: skip
+        command = re.sub(text, toy, command)
+    return command
+
+
+def test_every_documented_command_runs_at_toy_size(tmp_path):
+    pytest.importorskip("lm_eval", reason="make slow installs lm-eval")
+    corpus, tasks, clone = tmp_path / "a.jsonl", write_tasks(tmp_path / "tasks"), tmp_path / "clone"
+    write_texts(tmp_path)
+    listed = subprocess.run(["git", "ls-files"], cwd=HERE, capture_output=True, text=True).stdout
+    for file in listed.split():
+        (clone / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(os.path.join(HERE, file), clone / file)
+    write_conversations(clone / "chat.jsonl")
+    (clone / ".venv" / "bin").mkdir(parents=True)
+    (clone / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    (clone / ".venv" / "ready").touch()  # what the Makefile makes with pip
+    packages = os.path.dirname(os.path.dirname(torch.__file__))
+    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": packages}
+    how = dict(cwd=clone, env=os.environ | env, capture_output=True, text=True)
+    documents = "".join(open(clone / name).read() for name in ("README.md", "GUIDE.md"))
+    commands = "".join(re.findall(r"```sh\n(.*?)```", documents, re.S)).splitlines()
+    assert {"make train", "make test"} <= set(commands) and len(commands) > 15
+    for command in commands:
+        if command not in ("make test", "make slow"):  # of which this is a part
+            ran = subprocess.run(["bash", "-c", at_toy_size(command, corpus, tasks)], **how)
+            assert ran.returncode == 0, f"{command}\n{ran.stdout[-1500:]}\n{ran.stderr[-3000:]}"
