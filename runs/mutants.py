@@ -1,0 +1,165 @@
+"""
+Break the code on purpose and see which test of `make test` notices.
+
+    python runs/mutants.py                  all breaks, about 20 minutes on 2 cores
+    python runs/mutants.py NAME [NAME ...]  some of them
+
+Each break in BREAKS is a mistake that people make: a wrong sign, a mask that is off by one, a
+detached tensor. The script copies the repository, replaces one fragment of code, and runs first the
+tests that should notice, then all of `make test`. results/mutants.json has the first test to fail.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# fmt: off
+BREAKS = [  # (name, file, code before, code after, pytest -k expression of the tests to try first)
+    ("eps outside the root", "norms.py", "torch.rsqrt(v + self.eps) * self.gain)",
+     "(torch.rsqrt(v) + self.eps) * self.gain)", "equation"),
+    ("norm over the wrong axis", "norms.py", "x_float.mean(-1,", "x_float.mean(1,", "equation"),
+    ("statistics in bfloat16", "norms.py", "x.to(torch.promote_types(x.dtype, torch.float32))", "x",
+     "keep_the_dtype"),
+    ("branch scale inside a norm", "norms.py", "gate * self.norm_out(f)", "self.norm_out(gate * f)",
+     "equation"),
+    ("NAG's norm shrinks", "nag.py", "s + 0.5 * (torch.log1p", "s - 0.5 * (torch.log1p", "golden"),
+    ("NAG divides by rounding errors", "nag.py", "torch.maximum(ff, least)", "ff",
+     "divide_by_zero"),
+    ("modulator without gradient", "nag.py", "return a * modulator(r, ",
+     "return a * modulator(r.detach(), ", "equation"),
+    ("p for 1 - p", "bhyt.py", "(1 - config.bhyt_p) ** -0.5", "config.bhyt_p**-0.5", "golden"),
+    ("variance not scaled squared", "bhyt.py", "gate * gate * self.c", "gate * self.c", "equation"),
+    ("tanh's gradient", "bhyt.py", "grad * (1 - t * t)", "grad * (1 - t)", "tanh"),
+    ("stale c", "train.py", "step % bhyt_interval == 0", "step == 0",
+     "over_ranks or two_ranks_have"),
+    ("threshold that looks ahead", "mod.py", "if self.training or self.look_ahead else",
+     "if True else", "no_logit_sees"),
+    ("score not in the output", "mod.py", "scale * q if self.learned else scale", "scale",
+     "gathering"),
+    ("share for its complement", "mod.py", "share = 1 - torch.lerp(", "share = torch.lerp(",
+     "tau_and_k"),
+    ("a skipping token's lane moves", "mod.py", "torch.where(runs, new.lane, stream.lane)",
+     "new.lane", "gathering or skips"),
+    ("each rank balances alone", "train.py", "config.mod_rate, world)", "config.mod_rate)",
+     "experts_and_routers"),
+    ("expert weights not normalised", "moe.py", "w / w.sum(-1, keepdim=True) if self.k > 1 else w",
+     "w", "equation"),
+    ("bias in the weights", "moe.py", "w = s.gather(1,", "w = (s + self.bias).gather(1,",
+     "equation"),
+    ("bias favours the busy", "moe.py", "torch.sign(row.mean() - row)",
+     "torch.sign(row - row.mean())", "bias_bal"),
+    ("rotation's sign", "attention.py", "b * cos + a * sin", "b * cos - a * sin", "equation"),
+    ("mask off by one", "attention.py", "<= at[..., None]", "<= at[..., None] + 1",
+     "no_logit_sees"),
+    ("documents see each other", "attention.py",
+     "mask & (query_docs[:, :, None] == docs[:, None, :])", "mask", "documents_in"),
+    ("compiled attention without scale", "attention.py", " * q.size(3) ** -0.5", "",
+     "for_the_compiler"),
+    ("cached positions from 0", "model.py", "else (self.cos[at], self.sin[at])",
+     "else (self.cos[:T], self.sin[:T])", "decoding_equals"),
+    ("gates decay", "model.py", '{"vectors": 0.0, "gates": 0.0}', '{"vectors": 0.0}', "one_group"),
+    ("padding in the mean", "model.py", "(targets >= 0).sum()", "targets.numel()", "less_memory"),
+    ("evaluation with dropout", "model.py", "    model.eval()\n", "    pass\n", "evaluation_does"),
+    ("evaluation of one rank", "model.py", "torch.distributed.all_reduce(total)", "pass",
+     "two_ranks_have"),
+    ("top-p drops the likeliest", "generate.py", "p.cumsum(-1) - p >= top_p",
+     "p.cumsum(-1) >= top_p", "sampling"),
+    ("cache does not move", "generate.py", "cache.at.zero_()", "pass", "generation"),
+    ("write in place", "data.py", 'os.replace(path + ".tmp", path)',
+     'open(path, "wb").write(open(path + ".tmp", "rb").read())', "preparation_killed"),
+    ("targets not shifted", "data.py", "(tokens[:, :-1], tokens[:, 1:])",
+     "(tokens[:, :-1], tokens[:, :-1])", "batches_depend"),
+    ("same order in every epoch", "data.py", "default_rng((self.seed, epoch))",
+     "default_rng(self.seed)", "batches_dep"),
+    ("ranks read the same windows", "data.py", "* self.world + self.rank)", "* self.world)",
+     "batches_dep"),
+    ("last batch of evaluation lost", "data.py", "range(0, count, batch_size * world)",
+     "range(0, count - batch_size * world + 1, batch_size * world)", "evaluation_does"),
+    ("no end of text", "prepare_c4.py", "np.append(tokens, eot).astype(dtype)",
+     "tokens.astype(dtype)", "shards_hold"),
+    ("training on validation text", "prepare_c4.py", "not share or not validates(text, share)",
+     "True", "shards_hold"),
+    ("checkpoint may run code", "checkpoint.py", "weights_only=True, mmap",
+     "weights_only=False, mmap", "damaged"),
+    ("optimizer not restored", "checkpoint.py", '{"state": kept, ', '{"state": {}, ',
+     "never_stopped"),
+    ("optimizer not saved", "train.py", '[opt.state_dict()["state"] for opt in optimizers]',
+     "[{} for opt in optimizers]", "never_stopped"),
+    ("old settings win over given ones", "train.py", "return kept | given", "return given | kept",
+     "goes_on"),
+    ("random state of a resumed run", "train.py", "hash((seed, step, rank))",
+     "int(torch.randint(1 << 30, (1,)))", "never_stopped"),
+    ("warm-up off by one", "train.py", "(at + 1) / (warm + 1)", "at / (warm + 1)",
+     "learning_rates"),
+    ("micro-steps summed", "train.py", "repeat(1 / micro_steps)", "repeat(1.0)", "two_ranks_have"),
+    ("all-reduce one micro-step early", "train.py", "micro == micro_steps - 1", "micro == 0",
+     "two_ranks_have"),
+    ("step taken with an infinite loss", "train.py",
+     "good = math.isfinite(loss) and math.isfinite(norm)", "good = True", "bad_steps"),
+    ("nats for bits", "eval.py", "nats * tokens / math.log(2)", "nats * tokens", "any_text"),
+    ("context cut from the right", "eval.py", "context[-(T + 1 - n) :]", "context[: T + 1 - n]",
+     "choices_score"),
+    ("dialled on validation text", "eval.py", 'Windows(directory, "train",',
+     'Windows(directory, "val",', "dials"),
+    ("sink sees the future", "depth.py", ".triu(1)", ".triu(2)", "sink"),
+    ("block stays out", "depth.py", "model.blocks = blocks", "pass", "not_missed"),
+    ("merge without scale", "lora.py", "self.weight += self.scale * (self.B @ self.A)",
+     "self.weight += self.B @ self.A", "adapters_start"),
+    ("questions are targets", "lora.py", "[False] * len(asked)", "[True] * len(asked)",
+     "conversations_are"),
+    ("answers of one rank", "lora.py", "torch.distributed.all_reduce(total)", "pass",
+     "fine_tuning_over"),
+    ("all ranks on one GPU", "machine.py", 'f"cuda:{local_rank}"', '"cuda:0"', "auto_takes"),
+    ("True is an int", "configurator.py", "if type(value) in types:",
+     "if isinstance(value, types):", "refuse_with"),
+    ("sum for the mean of seeds", "plot.py", "sum(points[at]) / len(points[at])", "sum(points[at])",
+     "figure"),
+    ("unknown part runs", "bench.py", 'pick(PARTS, part, "what")', "PARTS[part]", "bad_input"),
+]
+# fmt: on
+
+
+def try_break(entry):
+    """Returns the record of one break."""
+    name, file, before, after, first = entry
+    with tempfile.TemporaryDirectory() as folder:
+        listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+        for path in listed:
+            os.makedirs(os.path.dirname(f"{folder}/{path}"), exist_ok=True)
+            shutil.copyfile(ROOT / path, f"{folder}/{path}")
+        Path(folder, file).write_text((ROOT / file).read_text().replace(before, after))
+        caught = None
+        for expression in (first, ""):
+            command = [sys.executable, "-m", "pytest", "-xq", "--tb=no", "-m", "not slow"]
+            command += ["-k", expression, f"--basetemp={folder}/tmp", "test_all.py"]
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+            failed = re.search(r"^FAILED test_all\.py::(\S+)", ran.stdout, re.M)
+            if ran.returncode == 1 and failed:
+                caught = failed[1]
+                break
+    print(f"{name:<40} {caught}", flush=True)
+    return {"break": name, "file": file, "before": before, "after": after, "caught by": caught}
+
+
+def main(names):
+    chosen = [entry for entry in BREAKS if entry[0] in names or not names]
+    for name, file, before, *_ in chosen:
+        assert (ROOT / file).read_text().count(before) == 1, f"{name}: {file} has changed"
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        records = list(pool.map(try_break, chosen))
+    print(f"{sum(r['caught by'] is not None for r in records)} of {len(records)} caught")
+    if not names:
+        Path(ROOT, "results", "mutants.json").write_text(json.dumps(records, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
