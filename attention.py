@@ -48,7 +48,7 @@ def select(x, index):
 
 
 class GatherRows(torch.autograd.Function):
-    """select, with a gather as its backward too: parallel, and deterministic on a GPU."""
+    """select, with a gather in the backward too: parallel, and deterministic on a GPU."""
 
     @staticmethod
     def forward(ctx, x, index, inverse):
@@ -130,7 +130,7 @@ class Attention(nn.Module):
 
 
 def cpu_attention(q, k, v, mask, chunk):
-    """Eq. 2 in plain operations that the compiler can fuse: half the time of the library on a CPU.
+    """Eq. 2 in plain operations that the compiler can fuse: twice as fast as SDPA on a CPU.
 
     q (B, H, n, D), k and v (B, G, T, D) -> (B, H, n, D). A mask of None means causal. Queries run
     in chunks, and a chunk skips the keys after its last query. The n queries belong to n of the T

@@ -1,5 +1,5 @@
 """
-Measure speed and memory. Candidates run side by side in one process.
+Measure speed and memory. Candidates run in turn in one process.
 
     python bench.py --quick=True    four small parts: about two minutes, most of it compilation
     python bench.py --what=train --modes=prenorm,nag,bhyt --n_layer=12 --n_head=8 --n_embd=512
@@ -126,12 +126,12 @@ def compare(title, candidates, note=lambda name, medians: ""):
 
 
 def matrix_rate(flops, matmul):
-    """A note for compare: FLOPs a second as a share of those of a large matrix product."""
+    """A note for compare: FLOPs per second as a share of those of a large matrix product."""
     return lambda name, medians: f"{flops[name] / medians[name] / matmul:.0%} of the matrix rate"
 
 
 def floors():
-    """(bytes a second of a copy, counting reads and writes; FLOPs a second of a matrix product)"""
+    """(bytes per second of a copy, reads and writes; FLOPs per second of a matrix product)"""
     cuda, times = device.startswith("cuda"), 10
     n_bytes = 1 << (30 if cuda else 24 if quick else 27)
     x = torch.ones(n_bytes, dtype=torch.uint8, device=device)
@@ -148,7 +148,7 @@ def floors():
 
 
 def configs(settings):
-    """{name: config} of the modes. A mode that is named twice gets a second name."""
+    """{name: config} of the modes. The second occurrence of a mode is named "MODE again"."""
     base = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
     named = {}
     for mode in modes.split(","):
@@ -256,7 +256,7 @@ def residual(settings, copy, matmul):
         run = two_sublayers(config, shape)
         with compiler_counters() as counts[name]:
             run()
-        if not counts[name]["kernels"]:  # it reuses the compiled code of the same mode
+        if not counts[name]["kernels"]:  # it reused the compiled code of the same mode
             counts[name] = counts[name.removesuffix(" again")]
         runs[name] = replayed(run)
     # Passes over the stream, forward + backward: pre-norm and BHyT 4 + 4, NAG 3 + 6.
@@ -273,9 +273,9 @@ def residual(settings, copy, matmul):
 def two_sublayers(config, shape):
     """A function that runs write, read, write, read, and their backward, on random (B, T, C).
 
-    It starts with a write: a read could return its input, and the gradients of that input would be
-    added outside of the compiled graph. If the last read returns the stream itself, one gradient
-    stands for both outputs, which saves one pass of about twenty.
+    It starts with a write, because a read can return its input, and that input's gradients would be
+    added outside the compiled graph. If the last read returns the stream itself, the two outputs
+    share one gradient, which saves one pass of about twenty.
     """
     block = GPT(replace(config, n_layer=1)).to(device).blocks[0]
     random_stream = lambda: torch.randn(shape, device=device).to(getattr(torch, dtype))
@@ -458,7 +458,7 @@ def generation(config, rows, length):
 
 
 def compare_decoding(runs, rows, new, buffer):
-    """Compare decoding of new tokens, with a cache and without. buffer stands for the weights."""
+    """Compare decoding of new tokens with and without a cache. buffer is as large as weights."""
     buffer_bytes = 4 * buffer.numel()
 
     def read_weights():
@@ -513,12 +513,12 @@ def mod(settings, copy, matmul):
 
 
 def data(settings, copy, matmul):
-    """Tokens a second of the bare tokenizer on one core, and of prepare_c4.py on all cores."""
+    """Tokens per second of the bare tokenizer on one core and of prepare_c4.py on all cores."""
     files, cores = list_files("python")[0][: megabytes * 60], os.cpu_count()
     jobs = list(batches(files, lambda text: True, (0, 0)))
     texts = [text for job in jobs for _, _, text in job]
     encoding = get_tokenizer(tokenizer)
-    report = {"bare": [], "prepare": []}  # tokens a second in each round
+    report = {"bare": [], "prepare": []}  # tokens per second in each round
     with ProcessPoolExecutor(cores, get_context("spawn"), start_worker, (tokenizer,)) as pool:
         list(in_order(pool, jobs[: 2 * cores], 4 * cores))  # start the processes
         for _ in range(rounds):

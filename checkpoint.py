@@ -8,7 +8,7 @@ Checkpoints on disk: what train.py saves, and what every other script reads.
 
 A checkpoint holds tensors and plain values. Reading one never runs code from it: files are read
 with weights_only=True, and the index of a folder is JSON. A checkpoint takes its name only when
-all of it is on disk, so an interrupted save leaves the previous one in place.
+it is complete on disk, so an interrupted save leaves the previous one in place.
 """
 
 import glob
@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from data import atomic, write_json
 from model import GPTConfig
 
-FORMAT = 2  # of what save writes; migrate reads 1 too
+FORMAT = 2  # the format that save writes; migrate also reads format 1
 NEWEST = "ckpt.pt"
 SAVE_ERRORS = (OSError, RuntimeError, CheckpointException)  # for example a full disk
 READ_ERRORS = (*SAVE_ERRORS, ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError)
@@ -119,7 +119,7 @@ def migrate(state, path):
     for name, value in config.items():
         if name not in known:
             raise SystemExit(f"{has} and {name}={value!r}, which this code no longer has")
-    return state | {"config": known | config}  # the defaults of newer settings change nothing
+    return state | {"config": known | config}  # newer settings default to the old behaviour
 
 
 def restore(state, optimizers):
@@ -140,7 +140,7 @@ def restore(state, optimizers):
 
 
 def shard_like(x, p):
-    """x, sharded over the ranks as the parameter p is. A step count has another shape and stays."""
+    """Shard x over the ranks like the parameter p. A step count has another shape: it stays."""
     if isinstance(p, DTensor) and x.shape == p.shape:
         return distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
     return x
@@ -173,13 +173,13 @@ def save_sharded(path, state):
             os.path.join(tmp, "state.pt"),
             {k: v for k, v in state.items() if k not in ("model", "optimizers")},
         )
-        remove(path)  # a kept one may exist, if the run went back to an older checkpoint
+        remove(path)  # it exists if the run restarted from an older checkpoint
         os.rename(tmp, path)
     dist.barrier()
 
 
 def remove(path):
-    """Remove a checkpoint. A folder loses its name first: a kill never leaves half of one."""
+    """Remove a checkpoint. A folder is renamed first, so a kill never leaves a partial one."""
     if os.path.isdir(path):
         os.rename(path, path + ".old.tmp")
         shutil.rmtree(path + ".old.tmp")
@@ -188,7 +188,7 @@ def remove(path):
 
 
 def remove_older(out_dir, path):
-    """Remove other checkpoints of the kind of the one at path, and leftovers of killed saves."""
+    """Remove other checkpoints of the same kind as path, and leftovers of killed saves."""
     kind = r"best_\d+" if os.path.basename(path).startswith("best") else r"ckpt\.pt|ckpt_\d+"
     for name in os.listdir(out_dir):
         other = os.path.join(out_dir, name)
@@ -199,7 +199,7 @@ def remove_older(out_dir, path):
 
 
 # ------------------------------------------------------------------------------------------------
-# The index of a folder: where the parts of each tensor are. torch pickles it; JSON holds no code.
+# The index of a folder: where the parts of each tensor are. JSON, because pickles can run code.
 
 
 class Writer(FileSystemWriter):
@@ -248,8 +248,8 @@ def read_index(folder):
 def read_tensors(folder, prefix, params=None):
     """{NAME: tensor} for the tensors PREFIX.NAME of a folder.
 
-    params: the parameters that names such as "3.exp_avg" count. A tensor of a parameter's shape is
-    sharded as the parameter is, so that each rank reads only its own part.
+    params: the list that the number in names such as "3.exp_avg" indexes. A tensor of its
+    parameter's shape is sharded like the parameter, so each rank reads only its own part.
     """
     tensors = {}
     try:
@@ -264,7 +264,7 @@ def read_tensors(folder, prefix, params=None):
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"
-            )  # torch warns that nothing is distributed; each rank reads by itself
+            )  # torch warns that reading is not distributed: each rank reads by itself
             load_parts(tensors, storage_reader=Reader(folder), no_dist=True)
     except READ_ERRORS as error:
         raise SystemExit(f"{folder} is no complete checkpoint: {describe(error)}")
@@ -272,7 +272,7 @@ def read_tensors(folder, prefix, params=None):
 
 
 def describe(error):
-    """The first line of an error. torch wraps the errors of the ranks in one that names none."""
+    """The first line of an error. If torch wraps errors of several ranks, the first one's."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return (str(error).splitlines() or [type(error).__name__])[0]

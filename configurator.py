@@ -1,8 +1,8 @@
 """
 Settings are plain assignments at the top of a script, each with a comment:
 
-    batch_size = 16  # sequences per micro-step              <- the default gives the type
-    flops_budget: float | None = None  # FLOPs to spend      <- None gives none: annotate it
+    batch_size = 16  # sequences per micro-step              <- has the type of its default
+    flops_budget: float | None = None  # FLOPs to spend      <- None: needs an annotation
     settings, given = configure(globals(), argv=sys.argv[1:])
 
 All lower-case assignments above that line, or above the first function, are settings.
@@ -11,7 +11,7 @@ Config files and --key=value override them, in the order given:
     python train.py config/gpt2_124m.py --learning_rate=3e-4
 
 The fields of dataclasses passed to configure are settings too. A config file holds lines of
-key = literal. It is parsed, never run.
+key = literal. It is parsed, never executed.
 """
 
 import ast
@@ -34,8 +34,7 @@ class Setting(NamedTuple):
 def configure(namespace, *dataclasses, argv):
     """Set the settings in a script's namespace. Returns two dicts: (all settings, given settings).
 
-    All settings are those of the script and of the dataclasses. Given settings come from config
-    files and from the command line.
+    The first has defaults too. The second has only those of config files and the command line.
     """
     own = read_settings(open(namespace["__file__"]).read())
     known = dict(own)

@@ -25,7 +25,7 @@ HEADER = struct.Struct(
 )  # magic, version, bytes a token, tokens, sha256 of the tokenizer: 64 bytes
 MAGIC, VERSION = b"resshard", 1
 EOT = "<|endoftext|>"
-PATIENCE = 3600  # seconds without a new record from the hub, after which reading gives up
+PATIENCE = 3600  # stop reading after this many seconds without a new record from the hub
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 
@@ -35,7 +35,7 @@ GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++
 
 @contextmanager
 def atomic(path):
-    """Open a file that takes its name once it is complete and on disk, and not at all before."""
+    """Open a temporary file for writing. It is renamed to path once it is complete on disk."""
     try:
         with open(path + ".tmp", "wb") as file:
             yield file
@@ -142,15 +142,15 @@ def read_documents(path, column="text"):
 def read_hub(path, load):
     """Yield the records that load() reads from a file on the hub.
 
-    When the hub fails, wait, load again and skip the records already read. Where waiting cannot
-    help, end with one line.
+    When the hub fails, wait, load again and skip the records already read. If waiting cannot help,
+    exit with a one-line message.
     """
     from datasets import config
     from huggingface_hub import HfFileSystem
     from huggingface_hub.utils import httpx
 
-    # datasets can repeat a failed read, but it loses the bytes that the failed read had got before.
-    # So it reads once and does not pause, and we open the file again.
+    # datasets can retry a failed read, but loses the bytes that the failed read already had. So we
+    # disable its retries and pauses, and open the file again.
     config.STREAMING_READ_MAX_RETRIES = 1
     config.STREAMING_READ_RETRY_INTERVAL = 0
     config.STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL = 0
@@ -158,7 +158,7 @@ def read_hub(path, load):
     done, pause, progress_at, listed = 0, 1, time.time(), False
     while True:
         try:
-            # load() reports a missing file when the hub only failed to answer. info() does not.
+            # load() reports a missing file if the hub does not answer. info() tells them apart.
             HfFileSystem().info(path)
             listed = True
             for record in islice(load(), done, None):
@@ -170,13 +170,13 @@ def read_hub(path, load):
             response = getattr(cause, "response", None)
             status = 500 if response is None else response.status_code
             if not listed and not isinstance(error, httpx.HTTPError):
-                status = 404  # not there, or not for us to see, or HF_HUB_OFFLINE is set
+                status = 404  # missing, or not accessible, or HF_HUB_OFFLINE is set
         reason = str(cause).strip().split("\n")[0]
         problem = f"\n{path}: {type(cause).__name__}: {reason}"
-        if status < 500 and status not in (408, 429):  # these two mean: later
+        if status < 500 and status not in (408, 429):  # these two are temporary
             raise SystemExit(f"{problem}; set HF_TOKEN to a token that may read it")
         if time.time() + pause > progress_at + PATIENCE:
-            raise SystemExit(f"{problem}; gave up after {PATIENCE} s; start again to go on")
+            raise SystemExit(f"{problem}; gave up after {PATIENCE} s; start again to continue")
         print(f"{problem}; trying again in {pause} s", file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(2 * pause, 60)
@@ -226,7 +226,7 @@ def open_shard(path, meta, expected):
 def split_sha256(directory, shards):
     """sha256 that identifies the content of a split.
 
-    meta.json has the hash of each shard. Older folders lack it, and then the shards are read.
+    meta.json has the hash of each shard. In older folders it does not, so the shards are read.
     """
     hashes = [
         shard.get("sha256") or file_sha256(os.path.join(directory, shard["file"]))
@@ -236,7 +236,7 @@ def split_sha256(directory, shards):
 
 
 class Windows:
-    """A split as windows of T + 1 tokens. Neighbours overlap by one: every token is predicted."""
+    """A split as windows of T + 1 tokens. They overlap by one token, so that no target is lost."""
 
     def __init__(self, directory, split, T):
         meta = read_meta(directory)
@@ -267,9 +267,9 @@ class Windows:
 
 
 def to_batch(rows, device):
-    """Stack rows into int64 tensors (B, T): inputs and targets, and whatever else a row holds.
+    """Stack rows into int64 tensors (B, T): inputs, targets, and any further parts of a row.
 
-    A row is T + 1 tokens, or an array (2 or more, T) that keeps inputs, targets and the rest apart.
+    A row is T + 1 tokens, or an array (2 or more, T) of inputs, targets and further parts.
     """
     import torch  # here, because prepare_c4.py's worker processes do not need it
 
@@ -280,11 +280,11 @@ def to_batch(rows, device):
 
 
 class Loader:
-    """Training batches: the windows in shuffled order, each once an epoch.
+    """Training batches: the windows in shuffled order, each once per epoch.
 
     The windows of a batch are a function of (seed, step, micro-step, rank). Those of a whole step
     do not depend on the number of ranks or on the batch size. A thread reads the next batch while
-    the model trains on the present one.
+    the model trains on the current one.
     """
 
     def __init__(self, windows, batch_size, micro_steps, seed, rank=0, world=1, device="cpu"):
@@ -315,7 +315,7 @@ class Loader:
         return to_batch([self.windows[i] for i in self.indices(step, micro)], self.device)
 
     def batch(self, step, micro):
-        """Inputs and targets (batch_size, T), and whatever else a row holds, on the device."""
+        """Inputs, targets and any further parts, (batch_size, T) each, on the device."""
         key, future = self.ahead
         parts = (
             future.result()
@@ -332,10 +332,10 @@ VAL_PARTS = {"all": slice(None), "tune": slice(0, None, 2), "report": slice(1, N
 
 
 def spread(windows, tokens=None, part="all"):
-    """Indices of windows with about `tokens` tokens, evenly spaced over a split, always the same.
+    """Fixed, evenly spaced windows of a split with about `tokens` tokens: their indices.
 
     part "tune" takes windows 0, 2, 4, ... and "report" windows 1, 3, 5, ...: settings are chosen on
-    one half and losses reported on the other. Both halves cover every document alike.
+    one half and losses reported on the other. Each half covers the whole split.
     tokens None: all windows of the part.
     """
     if part not in VAL_PARTS:
@@ -348,10 +348,10 @@ def spread(windows, tokens=None, part="all"):
 
 
 def eval_batches(windows, indices, batch_size, device, rank=0, world=1):
-    """This rank's share of the windows at indices, as tensors (inputs, targets, ...).
+    """Yield this rank's share of the windows at indices, as tensors (inputs, targets, ...).
 
-    The last batches are padded with repeated windows whose targets are -1. So every rank has the
-    same number of batches, and every batch the same shape.
+    The last batches are padded with repeated windows whose targets are -1, so that every rank has
+    the same number of batches and every batch has the same shape.
     """
     count = len(indices)
     for first in range(0, count, batch_size * world):

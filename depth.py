@@ -1,5 +1,5 @@
 """
-What the residual stream does through depth, for eval.py and for the log of train.py.
+Measurements of the residual stream through depth, for eval.py and the log of train.py.
 
 The model needs no hooks: these functions run its blocks one by one. `batches` is a list of (inputs,
 targets), (B, T) each. Results are plain numbers, one per block or one per sublayer.
@@ -61,7 +61,7 @@ def gate_health(model, x):
 
 
 def degrees(x, y):
-    """Mean angle between vectors, in a form that stays exact for small angles, unlike acos."""
+    """Mean angle between vectors, in a form that is accurate for small angles, unlike acos."""
     x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
     return torch.rad2deg(2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))).mean()
 
@@ -76,7 +76,7 @@ def sink(attention, h, rope):
 
 
 def describe(s, seen):
-    """Append means over the vectors s (..., C) to the lists in seen: their size and their shape."""
+    """Append statistics of the vectors s (..., C), averaged over them, to the lists in seen."""
     centred = s - s.mean(-1, keepdim=True)
     variance = centred.square().mean(-1)
     rms = s.square().mean(-1).sqrt()
@@ -92,7 +92,8 @@ def describe(s, seen):
 def look(model, x, y):
     """Measure one batch. Returns ({quantity: tensor}, directions, outcomes).
 
-    A quantity has one value per sublayer or block; those of describe start with the embedding's.
+    A quantity has one value per sublayer or block. Those of describe also have a first value, for
+    the embedding.
     directions (2 n_layer, C) are the mean directions of the sublayers' updates.
     """
     seen, directions, first = defaultdict(list), [], None
@@ -132,7 +133,7 @@ def outcomes(model, stream, y):
 
 @torch.no_grad()
 def depth(model, batches):
-    """The report on the stream through depth. NAG reports the additive stream of its two lanes."""
+    """All measurements through depth. For NAG, they are of the additive stream of its two lanes."""
     n = sum(len(x) for x, _ in batches)
     sums, directions, tokens = defaultdict(float), 0.0, []
     for x, y in batches:
@@ -146,7 +147,7 @@ def depth(model, batches):
     report["similarity"] = (directions @ directions.T).tolist()
 
     norm, entropy, loss, confidence, right = torch.cat(tokens, dim=1)
-    constant = norm.std() < 1e-4  # post-norm gives all tokens one norm: no correlation is defined
+    constant = norm.std() < 1e-4  # post-norm gives all tokens the same norm
     for name, other in (("norm and entropy", entropy), ("norm and loss", loss)):
         correlation = torch.corrcoef(torch.stack([norm, other]))[0, 1]
         report[name] = None if constant else float(correlation)
@@ -161,7 +162,7 @@ def depth(model, batches):
 
 
 def means_by(group, **values):
-    """Means of the values (N,) per non-empty group, and each group's share. group (N,): numbers."""
+    """Means of values (N,) per non-empty group, and each group's share. group (N,): indices."""
     count = torch.bincount(group)
     filled = count > 0
     means = {}

@@ -34,22 +34,22 @@ out_dir = "out"  # folder of the run; eval.json goes there too
 checkpoint: str | None = None  # file or folder in out_dir, such as ckpt_best.pt; None: the newest
 data_dir: str | None = None  # folder with the shards; None: the one that the run was trained on
 what: str | None = None  # parts: loss,depth,mod,sample,tasks; None: all that apply except tasks
-eval_tokens: int | None = None  # tokens for loss, evenly spaced, with --text the first; None: all
+eval_tokens: int | None = None  # tokens for loss: evenly spaced, or the first of --text; None: all
 val_part = "all"  # windows of the validation split: all, or one half of them, tune or report
-text: str | None = None  # compute loss on this text file, .jsonl, .parquet or hub data set instead
+text: str | None = None  # file (text, .jsonl, .parquet) or hub data set for loss; None: the split
 text_column = "text"  # column that holds the text in records
 text_split = "test"  # split of a data set on the hub
 depth_tokens = 16384  # validation tokens for depth and mod, evenly spaced over the split
 mod_rate: float | None = None  # share of tokens to skip, by new thresholds; None: the trained ones
-batch_size = 8  # windows per batch; with the value of training, compiled blocks come from the cache
+batch_size = 8  # windows per batch; the value used in training reuses the compiler's cache
 prompt = "def "  # start of the sample, and the text in the map of mod
 max_new_tokens = 200  # tokens in the sample
 temperature = 0.8  # temperature of the sample; 0: greedy
-top_k: int | None = None  # sample from the likeliest tokens, this many; None: from all
-top_p: float | None = None  # sample from the likeliest tokens up to this total; None: from all
+top_k: int | None = None  # sample from the top_k likeliest tokens; None: from all
+top_p: float | None = None  # sample from the likeliest tokens with this total share; None: all
 seed = 1337  # seed of the sample and of the tasks
 tasks: str | None = None  # names of the harness's tasks; None: the eight of the norm papers
-task_dir: str | None = None  # folder with task files, used alone; None: the harness's own tasks
+task_dir: str | None = None  # folder with task files; None: the tasks of the harness
 num_fewshot: int | None = None  # examples before each question; None: the default of each task
 limit: int | None = None  # questions per task; None: all
 device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
@@ -76,7 +76,7 @@ class TextWindows:
             if tokens is not None and len(ids) > tokens:
                 break
         self.ids, self.T = ids[: None if tokens is None else tokens + 1], T
-        if len(self.ids) < 3:  # nothing but end-of-text, twice
+        if len(self.ids) < 3:  # only end-of-text, twice
             raise SystemExit(f"text={text!r}: the text is empty")
 
     def __len__(self):
@@ -100,7 +100,7 @@ def read_texts(source, column, split):
 
 
 def loss(model, windows, indices, encoding, batch_size, device):
-    """Loss in nats a token, perplexity, and bits per byte of the text."""
+    """Loss in nats per token, perplexity, and bits per byte of the text."""
     token_bytes = np.zeros(encoding.n_vocab + 1)  # end-of-text and padding (-1) have 0 bytes
     for token, i in encoding._mergeable_ranks.items():
         token_bytes[i] = len(token)
@@ -129,7 +129,7 @@ def loss(model, windows, indices, encoding, batch_size, device):
 
 
 def score_choices(model, pairs, batch_size, n_vocab, device):
-    """Score continuations: a list of (log-probability, whether greedy decoding would write it).
+    """Score continuations: a list of (log-probability, whether greedy decoding gives it).
 
     pairs are (context, continuation), two lists of token ids. Continuations of the same context
     share one forward of it. A batch has contexts of equal length, and the longest come first.
@@ -285,8 +285,8 @@ def run_tasks(model, encoding, device):
 
 def show_loss(report):
     print(
-        f"loss {report['loss']:.4f} nats a token, perplexity {report['perplexity']:.2f}, "
-        f"{report['bits per byte']:.4f} bits a byte, over {report['tokens']:,} tokens"
+        f"loss {report['loss']:.4f} nats per token, perplexity {report['perplexity']:.2f}, "
+        f"{report['bits per byte']:.4f} bits per byte, over {report['tokens']:,} tokens"
     )
 
 
@@ -298,7 +298,7 @@ TABLES = {
 
 
 def show_depth(report):
-    """Print three tables. Row 0 of the stream's table is the embedding, then come the blocks."""
+    """Print three tables. In the stream's table, row 0 is the embedding and the blocks follow."""
     for title, names in TABLES.items():
         rows = {name: report[name] for name in names if name in report}
         print(f"{title:<9}" + "".join(f"  {name:>14}" for name in rows))
@@ -355,9 +355,9 @@ def start_of_text(encoding):
 
 
 def decoding_speed(began, times):
-    """Tokens a second after the second token.
+    """Tokens per second after the second token.
 
-    The time of the first token includes the prompt, the second includes compilation of the step.
+    The time of the first token includes the prompt, that of the second the compilation of the step.
     """
     if len(times) < 3:
         elapsed = time.perf_counter() - began
@@ -417,7 +417,7 @@ def dial(model, directory):
     if not 0 <= mod_rate < 1:
         raise SystemExit(f"mod_rate={mod_rate}: must be at least 0 and below 1")
     if not mod.routers(model):
-        raise SystemExit(f"mod_rate={mod_rate}: in {out_dir} no token may skip anything")
+        raise SystemExit(f"mod_rate={mod_rate}: the model in {out_dir} has no mixture of depths")
     windows = Windows(directory, "train", model.config.block_size)
     batches = [x for x, _ in eval_batches(windows, spread(windows, 32768), batch_size, device)]
     mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
@@ -435,7 +435,7 @@ def choose_parts(model, settings):
     used_by = {"text": "loss", "tasks": "tasks", "task_dir": "tasks", "limit": "tasks"}
     for key, part in used_by.items():
         if settings[key] is not None and part not in parts:
-            asked = f"which what={what!r} does not ask for"
+            asked = f"which what={what!r} does not include"
             raise SystemExit(f"{key}={settings[key]!r} is for {part}, {asked}")
     return parts
 
@@ -460,7 +460,7 @@ def main():
 
     path = os.path.join(out_dir, "eval.json")
     report = {"checkpoint": os.path.basename(state["path"]), "step": state["step"]}
-    if os.path.exists(path):  # keep earlier parts if they are of the same checkpoint
+    if os.path.exists(path):  # keep earlier parts if they belong to the same checkpoint
         old = json.load(open(path))
         report = old if old.items() >= report.items() else report
     report["settings"] = report.get("settings", {}) | dict.fromkeys(parts, settings)

@@ -1,5 +1,5 @@
 """
-Generate text token by token with a KV cache. The forward is that of model.py, so every residual
+Generate text token by token with a KV cache. It uses the forward of model.py, so every residual
 mode works, with or without experts and Mixture of Depths.
 """
 
@@ -64,8 +64,8 @@ def next_token(model, new, cache, temperature, top_k, top_p, n_vocab):
 def compiled_step(device):
     """next_token compiled as one graph, for one new token per row.
 
-    On CUDA it is a CUDA graph: one launch per step. On a CPU, products with a single row become
-    sums in the compiler's own code, which reads bfloat16 weights twice as fast as the library.
+    On CUDA it is a CUDA graph: one launch per step. On a CPU, the compiler turns products with a
+    single row into reductions, which read bfloat16 weights twice as fast as the library does.
     """
     options = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
     if device.type == "cpu":

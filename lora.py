@@ -114,7 +114,7 @@ def digest(path):
 
 
 def load_state(model, state):
-    """Load a checkpoint's weights. A checkpoint of adapters names the base that has the rest."""
+    """Load a checkpoint's weights. A checkpoint of adapters names the base with all the others."""
     lora = state.get("lora")
     if lora is None:
         try:
@@ -155,7 +155,7 @@ def begin(model, state, wanted):
         return state.get("lora")
     path = state["path"]
     if state.get("lora"):
-        raise ValueError(f"{path} holds adapters: merge them first with python lora.py {path} TO")
+        raise ValueError(f"{path} holds adapters: merge them first: python lora.py {path} OUT.pt")
     adapt(model, **wanted)
     return wanted | {"base": os.path.abspath(path), "sha256": digest(path)}
 
@@ -166,7 +166,7 @@ def begin(model, state, wanted):
 # the chat template; end-of-text comes before the first question and after every answer
 ASK = "User: {}\n\nAssistant:"
 ANSWER = " {}"
-VAL_SHARE = 0.1  # of the conversations, but at least one, are for validation
+VAL_SHARE = 0.1  # share of the conversations for validation, at least one
 
 
 def encode(turns, encoding):
@@ -204,7 +204,7 @@ def read_conversations(source):
 
 def split_conversations(source, split):
     """The conversations of "train" or "val", in file order. Those with the smallest hashes are for
-    validation, so that a new conversation moves few others."""
+    validation, so that adding a conversation changes the split of few others."""
     conversations = list(read_conversations(source))
     n = len(conversations)
     if n < 2:
@@ -227,7 +227,7 @@ class Conversations:
     def __init__(self, source, split, encoding, T):
         self.rows, self.T = [], T
         self.kept, self.cut, self.dropped = 0, 0, 0
-        room = 0  # free places in the last row
+        room = 0  # free tokens in the last row
         for turns in split_conversations(source, split):
             ids, is_answer = encode(turns, encoding)
             x = ids[:-1][:T]

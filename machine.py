@@ -40,8 +40,8 @@ def pick_device(name, local_rank=0):
 def prepare_process(device):
     """Set what a process needs before it computes on a device.
 
-    glibc returns freed tensors to the system and then faults in new ones page by page, thousands of
-    times in a training step on a CPU. Two thresholds make it keep the memory for the next tensors.
+    On a CPU, glibc returns the memory of freed tensors to the system. New tensors then cause
+    thousands of page faults in a training step. Two thresholds make glibc keep the memory.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -62,7 +62,7 @@ def computes_bfloat16(device_type):
 
 
 def pick_dtype(name, device_type):
-    """float32 or bfloat16, for autocast. auto: bfloat16 where the hardware computes in it."""
+    """float32 or bfloat16, for autocast. auto: bfloat16 if the hardware supports it."""
     if name not in ("auto", "float32", "bfloat16"):
         raise SystemExit(f"dtype={name!r}: must be auto, float32 or bfloat16")
     if name == "auto":
@@ -98,7 +98,7 @@ def peak_flops(name):
 
 
 def peak_memory_gb(device):
-    """The most memory that this process has used so far; None where the system does not tell."""
+    """The most memory that this process has used so far; None if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
     if resource is None:

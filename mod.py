@@ -18,10 +18,10 @@ With mod_budget "global", all sublayers share the tau below which the mean share
 mod_rate. Each sublayer's k is its own share above that tau. With "layer", each has its own tau.
 
 A token that skips passes unchanged. With the nag router and mod_fallback, it rotates by the same a
-towards a learned v_l. Keys and values are computed for all tokens; queries, scores, the output
-projection, the MLP and the experts for running tokens only. In evaluation, each sequence of a batch
-computes as many queries as the sequence with the most running tokens. A compiled model computes all
-tokens and masks, because its shapes cannot depend on the data.
+towards a learned v_l. Keys and values are computed for all tokens. Queries, scores, the output
+projection, the MLP and the experts are computed only for running tokens. In evaluation, sequences
+are padded to the number of queries of the sequence with the most running tokens. A compiled model
+computes all tokens and masks the output, because its shapes cannot depend on the data.
 
 Differs from the papers:
 - k is the same for all sequences of a batch, and changes only when the histogram is read.
@@ -38,7 +38,7 @@ from attention import gather_rows
 from norms import upcast
 
 BALANCE = 10  # steps between updates of tau and k
-BINS = 1024  # of the histogram
+BINS = 1024  # bins of the histogram
 MEMORY = 0.35  # the weight of the old histogram at each update
 
 
@@ -63,7 +63,7 @@ class Router(nn.Module):
         fresh = torch.zeros(BINS, dtype=torch.int64)  # this rank's scores since the last balance
         self.register_buffer("fresh", fresh)
         self.register_buffer("tau", torch.zeros(1))
-        share = torch.full((1,), 1.0 - self.rate)  # of the tokens that run in training
+        share = torch.full((1,), 1.0 - self.rate)  # share of tokens that run in training
         self.register_buffer("share", share)
         self.collect = False  # fill the histogram in evaluation too
         self.look_ahead = False  # use training's top-k in evaluation, for comparison only
@@ -192,7 +192,7 @@ def balance(routers, shared, rate, world=1, memory=MEMORY):
 
 
 def skipped(routers):
-    """The share of the scores since the last balance that lie below tau, to within a bin."""
+    """The share of scores below tau since the last balance, to within a bin."""
     fresh = torch.stack([router.fresh for router in routers])  # (routers, BINS)
     tau = torch.stack([router.tau for router in routers])
     centre = (torch.arange(BINS, device=fresh.device) + 0.5) / BINS

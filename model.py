@@ -1,5 +1,5 @@
 """
-A GPT whose residual stream is a setting. The rest is usual: rotary positions, grouped-query
+A GPT with interchangeable residual modes. The rest is standard: rotary positions, grouped-query
 attention, an MLP. A residual mode changes two lines of Block.sublayer: the one that reads the
 stream and the one that writes to it.
 
@@ -46,31 +46,31 @@ class GPTConfig:
     bias: bool = False  # biases in the linears, and LayerNorm's shift
     dropout: float = 0.0  # on the embedding, the attention weights and every sublayer's output
     init: str = "normal"  # linears: normal, kaiming (gain of the activation), xavier or uniform
-    init_scale: float = 0.05  # std of the embedding and of normal; half the width of uniform
-    init_out: str | None = None  # output projections: scaled, plain or zero; None: the mode's own
+    init_scale: float = 0.05  # std of the embedding and of normal; bound of uniform
+    init_out: str | None = None  # output projections: scaled, plain or zero; None: mode's default
     branch_scale: str = "one"  # factor on sublayer outputs: one, or depth for 1/sqrt(n_layer)
-    dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: first alpha before attention, MLP and head
+    dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: initial alpha before attention, MLP and head
     bhyt_p: float = 0.99  # bhyt: share of a token's features that must stay below lambda
-    bhyt_lambda: tuple = (2.0, 1.0, 0.0)  # bhyt: first lambda there; 0 for the head: an RMSNorm
+    bhyt_lambda: tuple = (2.0, 1.0, 0.0)  # bhyt: initial lambda there; 0 for the head: RMSNorm
     bhyt_learned: bool = True  # bhyt: learn lambda
-    bhyt_unit: bool = False  # bhyt: first gamma gives outputs of variance 1; False: gamma is 1
+    bhyt_unit: bool = False  # bhyt: initial gamma gives outputs of variance 1; False: gamma is 1
     bhyt_context: int | None = None  # bhyt, prenorm_approx: the T of c; None: block_size
     nag_alpha_power: float = 0.5  # nag: alpha of sublayer l starts at l^-nag_alpha_power
     nag_directions: int = 32  # nag: directions of the modulator; 0: no modulator, m = 1
     nag_beta: float | None = None  # nag: the modulator's exponent; None: learned, from 1
     nag_centre: bool = True  # nag: subtract the mean from updates
     nag_orthogonal: bool = True  # nag: remove the part of an update along the stream
-    nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: a constant does
-    nag_first_logits: float | None = 0.75  # nag: std of the first logits; None: logits over d
+    nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: constant one
+    nag_first_logits: float | None = 0.75  # nag: std of initial logits; None: divide by d
     moe_experts: int = 0  # experts in place of each MLP; 0: one MLP
-    moe_top_k: int = 2  # moe: experts of a token
-    moe_shared: int = 0  # moe: width of an expert that all tokens pass; 0: none
-    moe_balance: str = "bias"  # moe: how experts are kept busy: bias or loss
+    moe_top_k: int = 2  # moe: experts per token
+    moe_shared: int = 0  # moe: width of an expert that all tokens use; 0: none
+    moe_balance: str = "bias"  # moe: how the load is balanced: bias or loss
     moe_rate: float = 1e-3  # moe: step of the bias, or weight of the loss
     mod_on: str = "none"  # which sublayers tokens may skip: none, attention, mlp or both
     mod_rate: float = 0.0  # mod: share of tokens that skip; 0: none, and no router
-    mod_router: str = "nag"  # mod: who decides: nag, learned or random
-    mod_budget: str = "global"  # mod: the rate holds for the mean of all sublayers, or each: layer
+    mod_router: str = "nag"  # mod: the router: nag, learned or random
+    mod_budget: str = "global"  # mod: mod_rate is that of all sublayers: global, or each: layer
     mod_fallback: bool = False  # mod, nag router: skipping tokens turn towards a learned direction
     mod_blocks: str = "all"  # mod: blocks that take part: all, every second: alternate, or inner
 
@@ -79,7 +79,7 @@ class GPTConfig:
 # Sublayers
 
 
-ACTIVATIONS = {  # name: (function, whether it is gated, gain of the init that keeps the variance)
+ACTIVATIONS = {  # name: (function, whether it is gated, variance-preserving gain for the init)
     "gelu": (F.gelu, False, 1.7),
     "relu": (F.relu, False, math.sqrt(2)),
     "silu": (F.silu, False, 1.7),
@@ -196,7 +196,7 @@ class GPT(nn.Module):
         return logits, cross_entropy(logits, targets) + penalty
 
     def hidden(self, idx, docs=None, cache=None):
-        """Everything before the head: ((B, T, C), (V, C)), whose product is the logits."""
+        """Returns (hidden states (B, T, C), head weights (V, C)). Their product is the logits."""
         T, at = idx.size(1), torch.arange(idx.size(1), device=idx.device)
         if T > self.config.block_size:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
@@ -269,9 +269,9 @@ class GPT(nn.Module):
                 block.attn_residual.refresh(block.attn)
 
     def param_groups(self):
-        """Names of the parameters by how they are trained. The owner decides, never the name.
+        """Parameter names by optimizer group. The owning module decides, never the name.
 
-        gates: what a residual learns besides the gains of its norms, and the scalars of norms.
+        gates: the parameters of a residual except the gains of its norms, and scalars of norms.
         """
         groups = {"matrices": [], "experts": [], "embeddings": [], "vectors": [], "gates": []}
         residual = RESIDUALS[self.config.residual]
@@ -310,25 +310,25 @@ class GPT(nn.Module):
         if kind == "muon":  # match_rms_adamw: updates as large as AdamW's, for one learning_rate
             matrices = [groups.pop("matrices")]
             made.append(torch.optim.Muon(matrices, learning_rate, adjust_lr_fn="match_rms_adamw"))
-        if groups:  # adapters under Muon leave none
+        if groups:  # none are left if Muon trains only adapters
             fused = self.embed.weight.device.type in ("cuda", "cpu")
             made.append(torch.optim.AdamW([*groups.values()], learning_rate, betas, fused=fused))
         return made
 
     def num_params(self, active=False):
-        """active: count only the experts that a token passes."""
+        """active: count only the experts that a token uses."""
         total = sum(p.numel() for p in self.parameters())
         for m in moe.layers(self) if active else ():
             total -= (1 - m.k / m.E) * sum(p.numel() for p in m.parameters(recurse=False))
         return round(total)
 
     def flops_per_token(self):
-        """Matmul FLOPs that a training step needs for a token. Devices may compute more.
+        """Matmul FLOPs that a training step needs per token. Devices may compute more.
 
-        The forward takes 2 for each weight of a matrix, the head included. Attention takes 2 C for
+        The forward takes 2 for each weight of a matrix, including the head. Attention takes 2 C for
         each score and 2 C to sum values, over (T + 1) / 2 keys on average. The backward takes twice
         as much as the forward.
-        Experts that a token does not pass, sublayers that it skips (k of T tokens run) and
+        Experts that a token does not use, sublayers that it skips (k of T tokens run) and
         gradients of frozen weights do not count.
         """
         C, T = self.config.n_embd, self.config.block_size
@@ -354,7 +354,7 @@ class GPT(nn.Module):
 
 
 def init_out(config):
-    """How the output projections start: the setting, or what suits the mode."""
+    """Initialisation of the output projections: the setting, or the mode's default."""
     return config.init_out or RESIDUALS[config.residual].init_out
 
 
@@ -398,12 +398,12 @@ def check(config):
         (0 <= c.mod_rate < 1, f"mod_rate={c.mod_rate}: give 0 <= rate < 1"),
         (
             not c.mod_rate or c.n_layer >= least_blocks,
-            f"mod_blocks={c.mod_blocks!r}: of n_layer={c.n_layer} blocks none takes part",
+            f"mod_blocks={c.mod_blocks!r}: none of the n_layer={c.n_layer} blocks takes part",
         ),
         (
             experts,
             f"moe_experts={c.moe_experts}, moe_top_k={c.moe_top_k}, moe_rate={c.moe_rate}: "
-            "give 1 to all of the experts, and a rate of 0 or more",
+            "moe_top_k must be from 1 to moe_experts, and moe_rate at least 0",
         ),
     )
     for holds, message in rules:
@@ -443,7 +443,7 @@ def chunked_cross_entropy(hidden, head, targets, chunk):
 
 @torch.no_grad()
 def evaluate(model, batches, world=1):
-    """Mean loss a token over the batches of all ranks, see data.eval_batches.
+    """Mean loss per token over the batches of all ranks, see data.eval_batches.
 
     The result does not depend on the batch size or the number of ranks. loss_chunk bounds memory.
     """

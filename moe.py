@@ -5,7 +5,7 @@ Mixture of experts in place of the MLP. Each expert is an MLP, and a router send
     y = shared(h) + sum over the chosen e of w_e expert_e(h),  w = s / sum of the chosen s      (2)
         with k = 1, w = s: a weight that is always 1 would give the router no gradient
 
-The setting moe_balance says how the experts are kept equally loaded:
+The setting moe_balance chooses how the load of the experts is balanced:
     bias   after every step, bias_e += rate * sign(mean load - load_e)    arXiv 2408.15664      (3)
     loss   the loss gains rate * E sum_e (share of choices on e) (mean s_e)    arXiv 2101.03961 (4)
 
@@ -90,7 +90,7 @@ class MoE(nn.Module):
             self.load += load
             if self.by_loss:
                 penalty = self.rate * self.E * (load / len(experts) * s.mean(0)).sum()  # Eq. 4
-                # recomputation in the backward repeats this line, but must not replace the penalty
+                # recomputation in the backward runs this again, but must keep the first penalty
                 self.penalty = penalty if self.penalty is None else self.penalty
         y = self.run_experts(x, order, w, load).view(h.shape)
         return y if self.shared is None else y + self.shared(h)

@@ -21,7 +21,7 @@ A sublayer rotates a token by the angle atan(a), and by atan(alpha_l) at most.
 Differs from the paper:
 - (6) divides by the measured rms of r + a u, so that r cannot drift in low precision.
 - (5) clamps the mixture away from 0, where the power has an infinite gradient.
-- g_dec starts where the first logits have std nag_first_logits, at any depth.
+- g_dec is initialised so that the first logits have std nag_first_logits at any depth.
 - s and all statistics are float32. r has the dtype of the stream, which may be bfloat16.
 """
 
@@ -35,7 +35,7 @@ from norms import NoEnds, PreNorm, Stream, refuse, upcast
 
 
 def modulator(r, w, b, p, beta):
-    """Eq. 5: m (..., 1), the share of alpha_l that each token gets.
+    """Eq. 5: m (..., 1), the factor on alpha_l for each token.
 
     r (..., d), w (C, d), b (C,) and the mixture logits p (C,). The clamp passes no gradient, so a
     token at the floor stays there until other tokens move w or b.
@@ -66,7 +66,7 @@ def rotate(r, s, f, a, eps=1e-12, centre=True, orthogonal=True):
     mostly rounding error when f is nearly parallel to 1 or to r. In float32, u is accurate to 1e-4
     at an angle of 3 degrees. Below about 0.6 degrees the floor `least` applies, and f rotates r by
     less than a. The new r is on its sphere at every angle. A second pass over f would be exact, but
-    would take half as long again.
+    would take 50% more time.
     """
     r_float, f = upcast(r), upcast(f)
     rr, fr, ff = (x.mean(-1, keepdim=True) for x in (r_float * r_float, f * r_float, f * f))
@@ -143,7 +143,7 @@ def fold(model):
 
 
 def start_of_g_dec(config):
-    """The log of the std wanted for the first logits, minus the s of Eqs. 1 and 6 at init."""
+    """Initial g_dec: log of the wanted std of the first logits, minus s of Eqs. 1 and 6 at init."""
     if config.nag_first_logits is None:
         return -0.5 * math.log(config.n_embd)  # logits divided by d, with all gains zero
     beta = 1.0 if config.nag_beta is None else config.nag_beta
@@ -188,7 +188,7 @@ class NAG(nn.Module):
             nn.init.zeros_(self.b)
             nn.init.zeros_(self.p)
             if self.beta is None:
-                nn.init.constant_(self.raw_beta, math.log(math.e - 1))  # beta = softplus of it = 1
+                nn.init.constant_(self.raw_beta, math.log(math.e - 1))  # softplus(raw_beta) = 1
 
     def turn(self, r):
         """Eq. 5: a of every token, (B, T, 1)."""

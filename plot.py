@@ -48,7 +48,7 @@ LOSS = "validation loss (nats a token)"
 
 
 def colour(mode):
-    """The colour of a mode, the same in each figure. A mode without its own shares one."""
+    """The colour of a mode, the same in each figure. New modes share a colour with another."""
     return COLOURS.get(mode) or [*COLOURS.values()][sum(map(ord, mode)) % len(COLOURS)]
 
 
@@ -80,7 +80,7 @@ def read_eval(run, part):
 
 
 def refuse_mixed_data(runs):
-    """Refuse runs on different data. data/python, for one, depends on the Python version."""
+    """Refuse runs on different data. For example, data/python depends on the Python version."""
     seen = {}
     for run in runs:
         lines = need(os.path.join(run, "log.jsonl"))
@@ -142,7 +142,7 @@ def grouped(runs, ignore=()):
     for run, own in settings.items():
         mode = own["residual"]
         same_mode = [other for other in settings.values() if other["residual"] == mode]
-        # An older log lacks newer settings.
+        # Older logs do not have newer settings.
         values = {key: {str(s[key]) for s in same_mode if key in s} for key in own}
         differs = [key for key in own if len(values[key]) > 1 and key not in ignore]
         label = ", ".join([mode, *(f"{key}={own[key]}" for key in differs)])
@@ -312,7 +312,7 @@ def dropped(axes, runs):
 
 
 def calibrated(axes, runs):
-    def curve(run):  # a bin is at its centre, as far above or below the diagonal as it measured
+    def curve(run):  # x: centre of the bin; y: x + accuracy - confidence
         bins = read_eval(run, "depth")["calibration"]
         pairs = [*zip(bins["accuracy"], bins["confidence"])]
         centres = [min(9, int(10 * confidence)) / 10 + 0.05 for _, confidence in pairs]

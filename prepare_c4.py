@@ -8,7 +8,7 @@ Turn text into shards of token ids.
 A shard is a 64-byte header and at most shard_tokens token ids. data.py reads shards. Documents
 follow one another in a fixed order, and end-of-text ends each of them. A document can start in one
 shard and end in the next. If preparation is stopped, start it again. It continues after the last
-whole shard, at the file, document and token that meta.json names.
+complete shard, at the file, document and token in meta.json.
 """
 
 import glob
@@ -190,7 +190,7 @@ def write_split(name, files, keep, limit, directory, meta, pool, workers):
 
 
 def progress(name, tokens, share, rate):
-    """Draw the progress bar of a split: share is between 0 and 1, rate is in tokens a second."""
+    """Draw the progress bar of a split: share is between 0 and 1, rate is in tokens per second."""
     eta = f"{tokens * (1 / share - 1) / rate:.0f} s" if share and rate else "?"
     bar = f"{name} [{'#' * int(20 * share):<20}]"
     text = f"\r{bar} {tokens:,} tokens, {rate / 1e6:.2f} M/s, ETA {eta}   "

@@ -237,7 +237,7 @@ def test_a_hub_that_refuses_for_good_ends_preparation_with_one_line(c4_files, tm
         assert line.startswith("hf://datasets/allenai/c4/en/c4-validation.00000-of-00008.json.gz: ")
         assert reason in line
         if reason == "Connection refused":
-            assert line.endswith("gave up after 2 s; start again to go on")
+            assert line.endswith("gave up after 2 s; start again to continue")
         else:
             assert line.endswith("set HF_TOKEN to a token that may read it") and not others, others
 

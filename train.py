@@ -2,8 +2,8 @@
 Train a language model. Read this file from top to bottom: it is the whole story.
 
     python prepare_c4.py && python train.py                    the default: minutes on any machine
-    python train.py config/byte_6x384.py --learning_rate=3e-3  settings from a file, then from here
-    torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py    one process a GPU
+    python train.py config/byte_6x384.py --learning_rate=3e-3  settings: a file, then overrides
+    torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py    one process per GPU
 """
 
 import json
@@ -49,14 +49,14 @@ from norms import gathered
 data_dir = "data/python"  # shards that prepare_c4.py made
 out_dir = "out"  # checkpoints and log.jsonl
 init_from = "scratch"  # scratch, resume (in out_dir), auto (either) or a checkpoint to fine-tune
-branch_from: str | None = None  # a checkpoint to go on from in a new out_dir, optimizer and all
-# how long, and on how much
+branch_from: str | None = None  # a checkpoint to continue in a new out_dir, optimizer included
+# length and batch
 max_iters = 700  # optimizer steps
 flops_budget: float | None = None  # training FLOPs, in place of max_iters
-batch_size = 8  # the most sequences that a rank takes at once
-gradient_accumulation_steps: int | None = None  # micro-steps of all ranks in a step; None: 1
-total_batch_tokens: int | None = None  # tokens a step; in place of gradient_accumulation_steps
-seed = 1337  # of initialisation, data order and dropout
+batch_size = 8  # the most sequences per rank in a micro-step
+gradient_accumulation_steps: int | None = None  # micro-steps per step, over all ranks; None: 1
+total_batch_tokens: int | None = None  # tokens per step; in place of gradient_accumulation_steps
+seed = 1337  # seed of initialisation, data order and dropout
 # optimizer
 optimizer = "adamw"  # adamw, or muon for the matrices and adamw for the rest
 learning_rate = 4e-3  # the peak
@@ -73,27 +73,27 @@ warmup_iters = 50  # steps of linear warm-up
 warmup_share: float | None = None  # share of all steps, in place of warmup_iters
 lr_decay_iters: int | None = None  # step at which the learning rate reaches min_lr; None: the last
 min_lr: float | None = None  # where the learning rate ends; None: a tenth of learning_rate
-max_bad_steps = 5  # give up after so many steps in a row whose loss or gradient is not finite
+max_bad_steps = 5  # stop after this many steps in a row with a non-finite loss or gradient
 # fine-tuning
 sft_data: str | None = None  # conversations: a .jsonl in LIMA's format or a name on the hub
-lora_rank = 0  # of adapters that train in place of the weights; 0: none
+lora_rank = 0  # rank of adapters that train in place of the weights; 0: none
 lora_alpha = 16.0  # lora: an adapter's output is multiplied by lora_alpha / lora_rank
 lora_dropout = 0.0  # lora: on the adapters' input
-lora_targets = "wq,wk,wv,wo"  # lora: linears that get one; also up, gate, down
-# what is measured and kept
+lora_targets = "wq,wk,wv,wo"  # lora: linears that get an adapter; also up, gate, down
+# evaluation, logging and saving
 eval_interval = 200  # steps between evaluations; 0: never
 eval_tokens: int | None = 98304  # validation tokens, spread over the split; None: all of it
 val_part = "all"  # of the validation split: all, or one half of its windows: tune or report
-log_interval = 1  # steps between lines
+log_interval = 1  # steps between log lines
 log_grad_norms = False  # also log the gradient norm of every parameter, before clipping
-save_interval: int | None = None  # steps between saves; 0: only the end; None: see saves_by_time
+save_interval: int | None = None  # steps between saves; 0: only at the end; None: see saves_by_time
 keep_interval = 0  # steps between checkpoints that are kept, from step 0 on; 0: none
 save_best = False  # also keep the checkpoint with the lowest validation loss
 wandb_log = False  # send the records to wandb as well
-wandb_project = "residual"  # project there
+wandb_project = "residual"  # project on wandb
 # machine
 device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
-dtype = "auto"  # float32 or bfloat16 autocast; auto: bfloat16 where the hardware computes in it
+dtype = "auto"  # float32 or bfloat16 autocast; auto: bfloat16 if the hardware supports it
 compile: bool | None = None  # torch.compile each block; None: on CUDA, and on Linux with g++
 loss_chunk: int | None = None  # tokens whose logits are in memory at a time; None: all
 recompute = False  # keep only the input of each block and recompute the rest in the backward
@@ -103,14 +103,14 @@ settings, given = configure(globals(), GPTConfig, argv=sys.argv[1:])
 
 
 def fail(message):
-    """Bad input ends in one line, before anything is written."""
+    """End the run with a one-line message."""
     raise SystemExit(f"train.py: {message}")
 
 
 # ------------------------------------------------------------------------------------------------
-# Settings: the checkpoint's, where the run starts from one, then those given now
+# Settings: those of the checkpoint if the run starts from one, overridden by those given now
 
-MAY_CHANGE = set(  # in a run that goes on. Others shape the model, the data order, the optimizer.
+MAY_CHANGE = set(  # on resume or branch; the others define model, data order and optimizer
     "data_dir out_dir init_from branch_from max_iters flops_budget batch_size "
     "gradient_accumulation_steps total_batch_tokens learning_rate gate_lr alpha_warmup_iters "
     "bhyt_interval weight_decay grad_clip schedule wsd_share warmup_iters warmup_share "
@@ -128,7 +128,7 @@ AT_LEAST_0 = (
 )
 BATCH = {"gradient_accumulation_steps", "total_batch_tokens"}
 MODEL_SETTINGS = {field.name for field in fields(GPTConfig)}
-RULES = (  # names of settings, what holds for their values, and that in words
+RULES = (  # (names of settings, condition on their values, the condition in words)
     ("optimizer", lambda v: v in ("adamw", "muon"), "adamw or muon"),
     ("schedule", lambda v: v in ("cosine", "wsd"), "cosine or wsd"),
     ("shard", lambda v: v in ("none", "fsdp"), "none or fsdp"),
@@ -145,20 +145,20 @@ RULES = (  # names of settings, what holds for their values, and that in words
 def inherit(saved, going_on):
     """The settings of a run that starts from a checkpoint.
 
-    A run that goes on has all of the checkpoint's. Fine-tuning has its model and its data_dir.
-    Settings given now come on top; one that contradicts what must stay is an error.
+    A resumed or branched run keeps all settings of the checkpoint. Fine-tuning keeps those of the
+    model and data_dir. Settings given now override them; changing a fixed setting is an error.
     """
     old = settings | saved["settings"] | saved["config"]
     if going_on:
         kept, fixed = {k: old[k] for k in settings}, settings.keys() - MAY_CHANGE
-        if given.keys() & BATCH:  # either replaces the other
+        if given.keys() & BATCH:  # each of the two replaces the other
             kept |= dict.fromkeys(BATCH)
     else:
         kept = settings | {k: old[k] for k in MODEL_SETTINGS | {"data_dir"}}
         fixed = MODEL_SETTINGS - {"dropout", "block_size"}
         predicts = hasattr(RESIDUALS[old["residual"]], "refresh")
         if predicts and given.get("block_size", old["block_size"]) != old["block_size"]:
-            kept["bhyt_context"] = old["bhyt_context"] or old["block_size"]  # c was learned at it
+            kept["bhyt_context"] = old["bhyt_context"] or old["block_size"]  # keep the c of this T
     kept |= {k: settings[k] for k in ("out_dir", "init_from", "branch_from")}
     changed = [k for k in given if k in fixed and given[k] != old[k]]
     if changed:
@@ -191,7 +191,7 @@ def check_settings():
     if lora_rank and (shard == "fsdp" or saved is None):
         fail(f"lora_rank={lora_rank} adapts a trained model: give init_from, and shard='none'")
     if not resuming and (checkpoint.newest(out_dir) or os.path.exists(log_path)):
-        fail(f"{out_dir} already holds a run: --init_from=resume goes on, --out_dir starts another")
+        fail(f"{out_dir} already holds a run: continue with --init_from=resume or change --out_dir")
 
 
 rank = int(os.environ.get("RANK", 0))
@@ -203,7 +203,7 @@ if branch_from is not None and init_from not in ("scratch", "auto"):
     fail(f"branch_from starts a new run, init_from={init_from!r} another: leave one of them out")
 
 resuming = init_from == "resume" or (init_from == "auto" and checkpoint.newest(out_dir) is not None)
-going_on = resuming or branch_from is not None  # with the checkpoint's step and optimizer
+going_on = resuming or branch_from is not None  # from the checkpoint's step and optimizer state
 source = out_dir if resuming else branch_from
 if source is None and init_from not in ("scratch", "auto"):
     source = init_from
@@ -221,7 +221,7 @@ check_settings()
 
 
 def divide_batch():
-    """(tokens a step, sequences a micro-step on each rank, micro-steps of each rank)"""
+    """(tokens per step, sequences per micro-step and rank, micro-steps per rank)"""
     T = config.block_size
     tokens = total_batch_tokens or (gradient_accumulation_steps or 1) * batch_size * T
     if going_on:
@@ -287,7 +287,7 @@ if flops_budget is not None:
     max_iters = math.ceil(flops_budget / expected_flops)
 
 # ------------------------------------------------------------------------------------------------
-# Over the ranks, and compiled
+# Distribution over ranks, compilation, optimizers
 
 prepare_process(device)
 if world > 1:
@@ -295,7 +295,7 @@ if world > 1:
 if compile:
     model.compile_blocks()
 net = model  # what the training step calls
-if shard == "fsdp":  # gathers parameters in float32, so that the numbers are those of DDP
+if shard == "fsdp":  # gathers parameters in float32, to match DDP
     mesh = dist.init_device_mesh(device.type, (world,))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
@@ -317,7 +317,7 @@ saved = None  # frees the memory
 
 
 def sync_gradients(on):
-    """Average gradients over ranks, or not yet. This must be set before the forward."""
+    """Switch the averaging of gradients over ranks on or off. Call this before the forward."""
     if shard == "fsdp":
         model.set_requires_gradient_sync(on)
     elif world > 1:
@@ -362,7 +362,7 @@ def save(kind):
 
 
 def saves_by_time():
-    """Whether the last save is 30 seconds ago, and 100 times as long as it took."""
+    """Whether the last save was 30 seconds ago, and 100 times its own duration ago."""
     return save_interval is None and time.monotonic() - last_save >= max(30.0, 100 * save_seconds)
 
 
@@ -400,7 +400,7 @@ def log(record):
 
 
 def cut_log():
-    """Drop the records of steps that will be done again, and a line that a kill cut short."""
+    """Drop the records of steps that will be repeated, and a last line truncated by a kill."""
     lines = [line for line in open(log_path) if line.endswith("\n")]
     kept = [line for line in lines if json.loads(line).get("step", -1) <= (step or -1)]
     with atomic(log_path) as file:
@@ -408,7 +408,7 @@ def cut_log():
 
 
 def announce(header):
-    """Say what runs, as the log's first line does."""
+    """Print a summary of the header: settings, parameters, data, device and batch."""
     echo(settings)
     counts = ", ".join(f"{count:,} {group}" for group, count in header["params"].items())
     print(f"parameters: {counts}")
@@ -460,8 +460,8 @@ def prepare_step(factor):
 def gradients():
     """Accumulate the gradient of one step.
 
-    Returns (loss, norm, stop, save) as Python numbers, the same on all ranks. stop: some rank was
-    told to. save: rank 0's clock says so.
+    Returns (loss, norm, stop, save) as Python numbers, the same on all ranks. stop: some rank got a
+    signal. save: a save by time is due on rank 0.
     """
     batches = (loader.batch(step, micro) for micro in range(micro_steps))
     shares = repeat(1 / micro_steps)
@@ -483,13 +483,13 @@ def gradients():
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         grad_norms.update({n: gathered(p.grad.norm()) for n, p in named})
     norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
-    values = torch.cat((status, norm.view(1))).tolist()  # the step's only wait for the device
+    values = torch.cat((status, norm.view(1))).tolist()  # the only device sync of a step
     loss, stop, save_now, norm = values
     return loss, norm, stop > 0, save_now > 0
 
 
 def balance_load():
-    """Keep experts busy and routers at their rate. Returns the experts' shares of the tokens."""
+    """Balance the experts and update the routers. Returns the experts' shares of the tokens."""
     global flops_per_step
     load = moe.balance(experts, world) if experts else None
     if routers and (step == 1 or step % mod.BALANCE == 0):
@@ -508,7 +508,7 @@ def validate():
     with autocast(device.type, dtype):
         seen = {"val_loss": loss_on(val_windows, val_indices)}
         text, indices = val_windows, val_indices
-        if sft_data is not None:  # val_loss is that of answers; this shows what is forgotten
+        if sft_data is not None:  # val_loss covers answers; this shows forgetting
             text, indices = pretraining, spread(pretraining, eval_tokens, val_part)
             seen["pretraining_loss"] = loss_on(text, indices)
         if hasattr(RESIDUALS[config.residual], "turn"):
@@ -516,7 +516,7 @@ def validate():
             seen["gates"] = gate_health(model, x)
             dead, all_of_them = seen["gates"]["dead"], 2 * config.n_layer
             if main and step >= alpha_warmup_iters and dead > 0.1 * all_of_them:
-                print(f"warning: {dead} of {all_of_them} sublayers turn next to nothing")
+                print(f"warning: {dead} of {all_of_them} sublayers hardly rotate the stream")
     return seen
 
 
@@ -544,7 +544,7 @@ def show(record, eta):
 # ------------------------------------------------------------------------------------------------
 # The loop
 
-stopping = False  # set by a signal at any time; every step looks at it
+stopping = False  # set by a signal at any time and read in every step
 
 
 def on_signal(number, frame):
@@ -597,7 +597,7 @@ while not finished() and not stopped:
     good = math.isfinite(loss) and math.isfinite(norm)
     bad_steps = 0 if good else bad_steps + 1
     for opt in optimizers:
-        if good:  # an update cannot be taken back, so a gradient that is not finite gets none
+        if good:  # skip the update if the loss or gradient is not finite: it cannot be undone
             opt.step()
         opt.zero_grad(set_to_none=True)
     step, flops = step + 1, flops + flops_per_step
@@ -615,7 +615,7 @@ while not finished() and not stopped:
         if experts:
             record["load"] = load.tolist()
         if routers:
-            record["ran"] = [router.k / router.T for router in routers]  # share that each lets run
+            record["ran"] = [router.k / router.T for router in routers]  # share of tokens that ran
     if stopped or finished() or bad_steps or record["val_loss"] is not None or due(log_interval):
         record["tok_s"] = (step - since) * tokens_per_step / busy
         if peak:
@@ -639,8 +639,8 @@ while not finished() and not stopped:
         save("newest")
 
 if main and stopped:
-    state = "not saved in a bad streak" if bad_steps else "saved"
-    print(f"stopped by a signal at step {step}, {state}: --init_from=resume goes on")
+    state = "not saved, because the last step was bad" if bad_steps else "saved"
+    print(f"stopped by a signal at step {step}, {state}: continue with --init_from=resume")
 if world > 1:
     dist.barrier()
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """
 The public replication of NAG (github.com/AlxSp/nag-nanochat, 0c362cc) before its repair. The gates
-have the learning rate of the matrices and alpha has no warm-up. There the gates collapsed, and NAG
-was 0.0355 bits a byte worse than its baseline. Run it with:
+have the learning rate of the matrices and alpha has no warm-up. In the replication the gates
+collapsed, and NAG was 0.0355 bits per byte worse than its baseline. Run it with:
 torchrun --standalone --nproc_per_node=8 train.py config/nag_replication_broken.py
 
 Same as the replication: 64 blocks of width 640, heads of 128, normalised queries and keys, ReLU in
@@ -10,14 +10,15 @@ divided by d, all gains that start at zero, Muon for the matrices. The learning 
 warm-up, is constant, and falls linearly to 5% over the last 65%.
 
 Different, because we have no setting for it:
-- ReLU: theirs is squared.
+- ReLU: plain here, squared there.
 - Start of the up projection: 0.63 / sqrt(d) here, 0.4 / sqrt(d) there.
 - Start of the linears: Xavier normal here, uniform with standard deviation 1 / sqrt(d) there.
-- Learning rate: one for embedding, head and matrices, in Muon's units, which we match to AdamW's.
-  Theirs are 0.18, 0.006 and 0.012.
-- Weight decay: 0.1 here. Theirs is cautious and falls to zero.
-- Data: C4 with gpt2's tokenizer here, ClimbMix there. Theirs also soft-caps the logits.
-- Length: max_iters here. Theirs stopped at 3e19 FLOPs, after 9.9e9 tokens.
+- Learning rate: one here for embedding, head and matrices, with Muon's updates matched to AdamW's.
+  There: 0.18, 0.006 and 0.012.
+- Weight decay: 0.1 here, cautious and falling to zero there.
+- Data: C4 with gpt2's tokenizer here, ClimbMix there.
+- Logits: soft-capped there, not here.
+- Length: max_iters here. The replication stopped at 3e19 FLOPs, after 9.9e9 tokens.
 """
 
 data_dir = "data/c4"

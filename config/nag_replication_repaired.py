@@ -1,7 +1,7 @@
 """
 The public replication of NAG after its repair. The learning rate of the gates is 17 times smaller
-than that of the matrices, and alpha grows over the first 600 steps. There NAG was 0.0086 bits a
-byte worse than its baseline. nag_replication_broken.py lists what differs from the replication.
+than that of the matrices, and alpha grows over the first 600 steps. In the replication NAG was
+0.0086 bits per byte worse than its baseline. nag_replication_broken.py lists the differences.
 torchrun --standalone --nproc_per_node=8 train.py config/nag_replication_repaired.py
 """
 

@@ -69,7 +69,7 @@ def norm_variance(norm):
 def mlp_variance(mlp, gain, spread):
     """Mean square of an MLP's output, for independent normal inputs of variance spread * gain^2.
 
-    It assumes uncorrelated hidden units, which is wrong by some percent, most of all with relu.
+    It assumes uncorrelated hidden units. The error of this is a few percent, largest with relu.
     Gauss-Hermite quadrature gives the expectation over a normal distribution.
     """
     quadrature = np.polynomial.hermite_e.hermegauss(32)

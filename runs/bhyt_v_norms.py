@@ -2,7 +2,7 @@
 BHyT compared with other norms, in 16 blocks of width 128, 250 steps of 2048 bytes.
 
     python runs/bhyt_v_norms.py table      each mode at four learning rates, the best with 3 seeds
-    python runs/bhyt_v_norms.py refresh    c refreshed in each step, or each 100 steps
+    python runs/bhyt_v_norms.py refresh    c refreshed in each step, or every 100 steps
 """
 
 import json

@@ -1,5 +1,5 @@
 """
-Why deep networks need initialisation, norms and skips: plain layers guess a byte from the last 8.
+Why deep networks need initialisation, norms and skips: layers predict a byte from the last 8.
 
     python runs/classroom.py                       train the cases A, B, C, deep: 2 minutes, 2 cores
     python runs/classroom.py --what=walk --init=xavier --activation=relu --norm=none --skip=False
@@ -33,7 +33,7 @@ cases = "A,B,C,deep"  # cases: names from CASES, separated by commas
 data_dir = "data/python"  # folder with shards of bytes
 out = "results/classroom"  # folder for the losses
 steps = 1000  # training steps
-batch_size = 256  # contexts of 8 bytes per step; transformer: an eighth as many, of 64 bytes
+batch_size = 256  # contexts of 8 bytes per step; transformer: 1/8 as many, of 64 bytes
 n_layer = 24  # walk: layers
 width = 256  # width of a layer
 init = "kaiming"  # walk: normal, kaiming, xavier or uniform
@@ -128,7 +128,7 @@ def verdict(losses):
 
 
 def run_cases():
-    print("| case | first loss | last | steps | came out | ought to |\n|---|---|---|---|---|---|")
+    print("| case | first loss | last | steps | verdict | expected |\n|---|---|---|---|---|---|")
     for name in cases.split(","):
         layers, rate, expected = pick(CASES, name, "cases")
         torch.manual_seed(seed)

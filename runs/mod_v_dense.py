@@ -4,7 +4,7 @@ Compare routers of a mixture of depths, in 8 blocks of width 128.
     python runs/mod_v_dense.py settings    tune each router at rate 0.4 with one seed
     python runs/mod_v_dense.py table       tuned routers at rates 0.2 and 0.4 with 3 seeds
     python runs/mod_v_dense.py isoflop     train with the FLOPs of 516 dense steps at each rate
-    python runs/mod_v_dense.py rates       compare asked and skipped rates, 4 blocks, 2000 steps
+    python runs/mod_v_dense.py rates       requested and measured skip rates, 4 blocks, 2000 steps
 """
 
 import json
@@ -52,9 +52,9 @@ for change in ("budget=layer", "blocks=inner"):
 
 
 def tuned(router, rate=0.4):
-    """The arguments of a router with the lowest loss in the settings study, at any rate.
+    """The arguments with which a router has its lowest loss in the settings study, and this rate.
 
-    blocks=inner is left out, because it skips less.
+    blocks=inner does not count, because it skips less.
     """
     tried = {
         name: final_loss(ROOT / f"results/mod_settings/{name}-0.004-1")
@@ -63,7 +63,7 @@ def tuned(router, rate=0.4):
     }
     if None in tried.values():
         first = "python runs/mod_v_dense.py settings"
-        raise SystemExit(f"the settings of {router} are not all tried: run {first} first")
+        raise SystemExit(f"some settings of {router} have not run: run {first} first")
     args = SETTINGS[min(tried, key=tried.get)]
     return args if router == "dense" else [*args, f"--mod_rate={rate}"]
 
@@ -117,7 +117,7 @@ def rates():
     small, both = [*COMMON, "--n_layer=4", "--n_embd=64", "--max_iters=2000"], ("nag", "learned")
     variants = {f"{router}_{rate}": skipping(rate, router) for rate in RATES for router in both}
     sweep("mod_rates", variants, [4e-3], [1], small, look)
-    print("| asked | nag skips | learned skips |\n|---|---|---|")
+    print("| requested | nag skips | learned skips |\n|---|---|---|")
     for rate in RATES:
         shares = [skipped("mod_rates", f"{router}_{rate}") for router in both]
         print(f"| {rate} | {shares[0]:.3f} | {shares[1]:.3f} |")

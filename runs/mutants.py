@@ -128,7 +128,7 @@ BREAKS = [  # (name, file, code before, code after, pytest -k expression of the 
 
 
 def try_break(entry):
-    """Returns the record of one break."""
+    """Copy the repository, make one break, run the tests. Returns the record."""
     name, file, before, after, first = entry
     with tempfile.TemporaryDirectory() as folder:
         listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()

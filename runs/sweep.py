@@ -1,8 +1,8 @@
 """
 Train each variant at each learning rate, then the best rate of each variant with more seeds.
 
-As many runs of train.py as there are cores go at a time, with one thread each. Finished runs are
-skipped, so a study can be stopped and started again. Logs: results/NAME/VARIANT-LR-SEED/log.jsonl.
+It runs one train.py per core at a time, with one thread each. It skips finished runs, so a study
+can be stopped and started again. Logs: results/NAME/VARIANT-LR-SEED/log.jsonl.
 """
 
 import json
@@ -35,7 +35,7 @@ def final_loss(run):
 
 
 def refuse_mixed_data(runs):
-    """Refuse runs on different data. Another Python version makes another data/python."""
+    """Refuse runs on different data. For example, data/python depends on the Python version."""
     data = {}
     for run in runs:
         with (run / "log.jsonl").open() as log:
@@ -64,8 +64,8 @@ def train(run, args, eval_args):
 def sweep(name, variants, learning_rates, seeds, common=(), then=()):
     """Train all runs of a study. Returns {variant: {learning rate: [loss of each seed]}}.
 
-    variants is {name: arguments of train.py}, and common are arguments for all of them. then are
-    the arguments of eval.py, or a function from the name of a variant to them.
+    variants is {name: arguments of train.py}. common are arguments for all of them. then are the
+    arguments of eval.py, or a function that returns them for the name of a variant.
     """
 
     def run(variant, lr, seed):
