@@ -70,7 +70,7 @@ class GPTConfig:
     mod_on: str = "none"  # which sublayers tokens may skip: none, attention, mlp or both
     mod_rate: float = 0.0  # mod: share of tokens that skip; 0: none, and no router
     mod_router: str = "nag"  # mod: the router: nag, learned or random
-    mod_budget: str = "global"  # mod: mod_rate is that of all sublayers: global, or each: layer
+    mod_budget: str = "global"  # mod: mod_rate is over all sublayers (global) or in each (layer)
     mod_fallback: bool = False  # mod, nag router: skipping tokens turn towards a learned direction
     mod_blocks: str = "all"  # mod: blocks that take part: all, every second: alternate, or inner
 

@@ -79,7 +79,7 @@ def some_ids(rows=2, T=32, vocab=64, seed=1):
 
 
 def shaken(model):
-    """Move every parameter off its start: no gain is 1, and no output projection is small."""
+    """Change every initial value, so that no gain is 1 and no output projection is small."""
     torch.manual_seed(7)
     with torch.no_grad():
         for p in model.parameters():
@@ -97,7 +97,7 @@ def logits_and_gradients(model, idx, targets):
 
 
 def accepts(**changes):
-    """Whether there is such a model, or its mode refuses a setting that it does not use"""
+    """Whether such a model exists. If not, its mode must refuse a setting that it does not use."""
     try:
         return bool(tiny(**changes))
     except ValueError as error:
@@ -144,7 +144,7 @@ def test_settings_refuse_with_a_line_that_says_what_to_do(tmp_path, arg, message
         configure(str(tmp_path / "x.py") if " = " in arg else arg)
 
 
-def test_every_setting_is_declared_once_has_a_comment_and_stands_in_the_help(capsys):
+def test_every_setting_is_declared_once_has_a_comment_and_is_in_the_help(capsys):
     with pytest.raises(SystemExit, match="^None$"):
         configure("--help")
     text = re.sub(" +", " ", capsys.readouterr().out)
@@ -161,7 +161,7 @@ def test_every_setting_is_declared_once_has_a_comment_and_stands_in_the_help(cap
 
 
 @cases("path", sorted(glob.glob(os.path.join(HERE, "config", "*.py"))))
-def test_every_config_builds_its_model_and_the_shapes_in_its_docstring_are_of_one_size(path):
+def test_every_config_builds_its_model_and_the_shapes_in_its_docstring_have_equal_size(path):
     counts, shapes = [], re.findall(r"^(\d+)  (--.*)$", open(path).read(), re.M)  # width over depth
     for ratio, argv in [("40", ""), *shapes]:
         values, _ = configure(path, *argv.split())
@@ -177,7 +177,7 @@ def test_every_config_builds_its_model_and_the_shapes_in_its_docstring_are_of_on
 
 @cases("path", ["plot.py", "train.py", "eval.py", "depth.py"])
 def test_no_script_names_a_mode(path):
-    """They ask RESIDUALS or what a mode's class has, so that a new mode needs no line in them."""
+    """They use RESIDUALS or attributes of a mode's class, so a new mode needs no change in them."""
     known = {"train.py": ["NAG", "NAG", "bhyt", "nag", "nag"]}  # its warm-up, and messages
     source = open(os.path.join(HERE, path)).read()
     source = re.sub(r'""".*?"""|#.*?$|^COLOURS = .*?^}', "", source, flags=re.M | re.S)
@@ -186,12 +186,12 @@ def test_no_script_names_a_mode(path):
     assert named in ([], known.get(path)), f"{path} names {named}: ask the mode's class instead"
 
 
-# --- The model against one written again from the equations, in float64 ---------------------------
+# --- The model against a second implementation of the equations, in float64 -----------------------
 
 
 class Formulas:
-    """What modes share, on the parameters P of a model in float64. `at` says where we are: at the
-    ends, or at the residual of a sublayer f of block b. s is the branch scale."""
+    """The parts that modes share, with the parameters P of a float64 model. `at` names the current
+    module: the ends, or the residual of sublayer f in block b. s is the branch scale."""
 
     activations = {
         "gelu": lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
@@ -203,7 +203,7 @@ class Formulas:
         self.s = self.c.n_layer**-0.5 if self.c.branch_scale == "depth" else 1
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.P[name] = tensor
-            if tensor.ndim == 3:  # a matrix of all experts: as so many linears
+            if tensor.ndim == 3:  # the matrices of all experts: one linear per expert
                 at, _, matrix = name.rpartition(".")
                 self.P |= {f"{at}.{e}.{matrix}.weight": w for e, w in enumerate(tensor)}
 
@@ -234,7 +234,7 @@ class Formulas:
         return torch.arange(T)[:, None] * self.c.rope_base ** (-torch.arange(half).double() / half)
 
     def rotated(self, x, at, n):
-        """Queries or keys (B, T, heads, D), whose pairs of features turn as complex numbers"""
+        """Queries or keys (B, T, heads, D), with feature pairs rotated as complex numbers"""
         y = self.linear(x, f"{at}.w{n}").unflatten(-1, (-1, self.c.n_embd // self.c.n_head))
         y = self.P[f"{at}.{n}_norm.gain"] * self.scaled(y) if self.c.qk_norm else y
         y = torch.complex(*y.chunk(2, -1)) * torch.exp(1j * self.angles(x.size(1)))[:, None]
@@ -276,7 +276,7 @@ class Formulas:
 
 
 class Equation(NamedTuple):
-    """A mode, of Formulas m; the stream x may be whatever begin makes of the embedding e"""
+    """The equations of a mode, for Formulas m. begin makes the stream x of the embedding e."""
 
     sublayer: Callable  # (m, x) -> x
     begin: Callable = lambda m, e: e  # -> x
@@ -284,7 +284,7 @@ class Equation(NamedTuple):
 
 
 def nag_sublayer(m, R):
-    """NAG in one lane: a stream R that grows and is only ever read as a direction"""
+    """NAG with a single stream R, which grows and is read only as a direction"""
     r = R / rms(R)
     u = m.f(r)
     u = centred(u) if m.c.nag_centre else u
@@ -340,7 +340,7 @@ EQUATIONS = {
 
 
 def naive(model, idx):
-    """The logits by EQUATIONS"""
+    """The logits from EQUATIONS"""
     m, mode = Formulas(model), model.config.residual
     if mode not in EQUATIONS:
         pytest.fail(f"residual mode {mode!r} has no equation: add one to EQUATIONS in test_all.py")
@@ -359,8 +359,8 @@ def check_against_the_equations(**changes):
     model.refresh()
     angles, idx, targets = Formulas(model).angles(32), some_ids(T=7), some_ids(T=7, seed=2)
     assert_close((model.cos, model.sin), (angles.cos(), angles.sin()), atol=1e-5, rtol=0)
-    model.cos, model.sin = angles.cos(), angles.sin()  # which it keeps in float32
-    targets[0, :3] = -1  # these do not count
+    model.cos, model.sin = angles.cos(), angles.sin()  # the model keeps float32
+    targets[0, :3] = -1  # ignored by the loss
     (logits, loss), expected = model(idx, targets), naive(model, idx)
     p = expected.softmax(-1)[targets >= 0].gather(-1, targets[targets >= 0, None])
     assert len(p) == 11 and loss.item() == pytest.approx(-p.log().mean().item(), rel=1e-5)
@@ -398,7 +398,7 @@ def test_model_equals_the_equations(changes):
 @cases(
     "residual, how", [("nag", dict(loss_chunk=7)), ("bhyt", dict(loss_chunk=100, recompute=True))]
 )
-def test_what_spends_less_memory_changes_no_number(residual, how):
+def test_options_for_less_memory_change_no_number(residual, how):
     model, x, y = shaken(tiny(residual=residual, dropout=0.2)), some_ids(3), some_ids(3, seed=2)
     y[0, :5], results = -1, []
     for settings in ({}, how):
@@ -485,7 +485,7 @@ def test_a_compiled_step_decodes_as_an_eager_one_and_is_compiled_once(changes):
 
 
 @every_mode
-def test_a_bfloat16_stream_is_bfloat16_all_the_way_and_nearly_the_same(residual):
+def test_a_bfloat16_stream_stays_bfloat16_and_changes_results_little(residual):
     low, high = (shaken(tiny(residual=residual, bf16_stream=x)) for x in (True, False))
     idx, dtypes = some_ids(), set()
     for block in low.blocks:
@@ -498,7 +498,7 @@ def test_a_bfloat16_stream_is_bfloat16_all_the_way_and_nearly_the_same(residual)
 
 
 @every_mode
-def test_every_parameter_is_initialised_and_trained_as_one_group_is(residual):
+def test_every_parameter_is_initialised_and_trained_in_one_group(residual):
     norm = "layer" if accepts(residual=residual, norm="layer") else "rms"
     model = tiny(residual=residual, norm=norm, bias=True, qk_norm=True, moe_experts=2, tied=False)
     named, groups = dict(model.named_parameters()), model.param_groups()
@@ -534,7 +534,7 @@ def test_every_parameter_is_initialised_and_trained_as_one_group_is(residual):
     (dict(init="xavier"), math.sqrt(2 / (256 + 1024))),
     (dict(init="uniform", init_scale=0.5), 0.5 / math.sqrt(3)),
 ])  # fmt: skip
-def test_initial_weights_have_the_size_they_should(how, std):
+def test_initial_weights_have_the_expected_size(how, std):
     dense, experts = (tiny(n_embd=256, moe_experts=e, **how).blocks[0].mlp for e in (0, 2))
     assert dense.up.weight.std().item() == pytest.approx(std, rel=0.02)
     assert experts.up.std().item() == pytest.approx(std, rel=0.02)
@@ -546,12 +546,12 @@ def test_initial_weights_have_the_size_they_should(how, std):
 
     plain, scaled, zero = (outputs(init_out=out) for out in ("plain", "scaled", "zero"))
     assert_close((scaled, zero), (plain / 2, 0 * plain))  # sqrt(2 n_layer) = 2
-    assert_close((outputs("lns"), outputs("prenorm")), (plain, scaled))  # as suits the mode
+    assert_close((outputs("lns"), outputs("prenorm")), (plain, scaled))  # the modes' defaults
     for router in mod.routers(tiny(n_embd=512, mod_on="both", mod_rate=0.4, mod_fallback=True)):
-        assert router.v.std().item() == pytest.approx(0.02, rel=0.2)  # so that Adam can turn it
+        assert router.v.std().item() == pytest.approx(0.02, rel=0.2)  # Adam can rotate it
 
 
-OTHER = dict(  # than the default, where twice the default is no value
+OTHER = dict(  # valid values for settings where twice the default is not valid
     n_kv_head=1, residual="lns", norm="layer", activation="swiglu", dropout=0.5, init="xavier",
     init_out="plain", branch_scale="depth", bhyt_p=0.9, moe_balance="bias", mod_on="both",
     mod_rate=0.5, mod_router="learned", mod_budget="layer", mod_blocks="inner",
@@ -559,7 +559,7 @@ OTHER = dict(  # than the default, where twice the default is no value
 
 
 def another(field):
-    """A value for a setting that is not its default"""
+    """A value of a setting other than its default"""
     x = field.default
     if x is None:
         x = 4 if field.type == int | None else 1.0
@@ -577,7 +577,7 @@ def test_every_model_setting_changes_something_and_is_refused_by_modes_without_i
     if name.startswith("mod_"):
         base |= dict(residual="nag", mod_on="mlp", mod_rate=0.3, n_layer=3)
     models = tiny(**base), tiny(**{**base, **change})
-    for model in models if name == "mod_budget" else ():  # which tells from the first balance
+    for model in models if name == "mod_budget" else ():  # works after the first balance
         model(idx)
         mod.balance(mod.routers(model), model.config.mod_budget == "global", 0.3)
     torch.manual_seed(3)
@@ -633,7 +633,7 @@ def test_settings_that_do_not_fit_raise_when_the_model_is_built(changes, message
     dict(MOD, moe_experts=4, moe_top_k=1, mod_router="learned", mod_blocks="alternate"),
 ])  # fmt: skip
 def test_flops_are_those_that_torch_counts(changes, monkeypatch):
-    def grouped(x, w, ends):  # of a custom operator torch counts nothing
+    def grouped(x, w, ends):  # torch does not count custom operators
         return torch.cat([x[a:b] @ w[e].T for e, (a, b) in moe.spans(ends)])
 
     monkeypatch.setattr(moe, "grouped", grouped)
@@ -641,14 +641,14 @@ def test_flops_are_those_that_torch_counts(changes, monkeypatch):
     with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model(idx, idx)[1].backward()
     B, T, counted = 2, 32, sum(counter.get_flop_counts()["Global"].values())
-    # torch counts the scores of a query with all T keys, we those with the (T + 1) / 2 that it sees
+    # torch counts scores with all T keys, we count the (T + 1) / 2 that a query sees on average
     asked = sum(T if block.attn_router is None else block.attn_router.k for block in model.blocks)
     expected = counted - B * 12 * model.config.n_embd * asked * (T - 1) / 2
     assert B * T * model.flops_per_token() == pytest.approx(expected)
 
 
 @cases("queries, keys", [(300, 300), (256, 256), (19, 32), (3, 300), (190, 300)])
-def test_attention_for_the_compiler_is_the_library_s(queries, keys):
+def test_attention_for_the_compiler_equals_sdpa(queries, keys):
     torch.manual_seed(0)
     shapes = [(2, 4, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8)]
     q, k, v = inputs = [torch.randn(shape).double().requires_grad_() for shape in shapes]
@@ -668,15 +668,15 @@ def test_attention_for_the_compiler_is_the_library_s(queries, keys):
     slow("inductor", dict(MOD, residual="bhyt", mod_router="learned", moe_experts=4)),
 ])  # fmt: skip
 def test_compiled_equals_eager_and_blocks_share_graphs(backend, changes, monkeypatch):
-    idx = torch.arange(64).view(2, 32)  # no two tokens alike, between which rounding could decide
-    dtype = torch.float64 if "mod_on" in changes else None  # or it could decide who runs
+    idx = torch.arange(64).view(2, 32)  # distinct tokens: no ties that rounding decides
+    dtype = torch.float64 if "mod_on" in changes else None  # or rounding decides which tokens run
     eager, compiled = models = [shaken(tiny(n_layer=4, **changes)).to(dtype) for _ in range(2)]
     with_backend = functools.partial(torch.compile, backend=backend, fullgraph=True)
     monkeypatch.setattr(torch, "compile", with_backend)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled.compile_blocks()
-    for turn in range(3):  # with other weights, what is refreshed from them, and other k
+    for turn in range(3):  # again with new weights, refreshed values and new k
         ours, expected = (logits_and_gradients(m, idx, idx.roll(-1, 1)) for m in (compiled, eager))
         assert_close(ours, expected, rtol=1e-3, atol=1e-5)
         for model in models:
@@ -686,7 +686,7 @@ def test_compiled_equals_eager_and_blocks_share_graphs(backend, changes, monkeyp
             for i, router in enumerate(mod.routers(model)):
                 router.share.fill_(0.2 + 0.05 * i + 0.1 * turn)
                 router.update_k()
-    # the first block may have a graph of its own, and so may a k that moves
+    # the first block may have its own graph, and so may a changing k
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 + ("mod_on" in changes)
 
 
@@ -712,7 +712,7 @@ def test_nag_keeps_its_norm_in_bfloat16_over_256_sublayers():
 
 
 @cases("dtype", [torch.float32, torch.bfloat16])
-def test_nag_survives_what_would_divide_by_zero(dtype):
+def test_nag_survives_inputs_that_would_divide_by_zero(dtype):
     r, _, f, a = (x.detach() for x in some_lanes(4096, 1, 64, dtype=dtype))
     s, zero = torch.zeros(4096, 1, 1), torch.zeros_like(f)
     parallel = [k * r for k in (1, 2, -3, 10, -10, 100)] + [k * r + 1e-3 * f for k in (1, -10, 100)]
@@ -725,20 +725,20 @@ def test_nag_survives_what_would_divide_by_zero(dtype):
     assert nag.rotate(zero, s, f, a)[0].isfinite().all()
     assert not nag.rotate(zero, s, zero, a)[0].any()
     w, p, b = torch.zeros(4, 64, dtype=dtype), torch.zeros(4), torch.full((4,), -1e4, dtype=dtype)
-    m = nag.modulator(r, w, b.requires_grad_(), p, torch.tensor(0.3))  # every gate shut
+    m = nag.modulator(r, w, b.requires_grad_(), p, torch.tensor(0.3))  # every gate closed
     assert m.max().item() == pytest.approx(1e-6**0.3, rel=1e-5)
     assert torch.autograd.grad(m.sum(), b)[0].isfinite().all()
     for changes in (dict(init_out="zero"), {}):
         model, idx = tiny(n_layer=8, **changes).to(dtype), some_ids()
-        model.embed.weight.data[3] = model.embed.weight.data[4]  # two tokens alike
+        model.embed.weight.data[3] = model.embed.weight.data[4]  # two equal tokens
         _, _, grads = logits_and_gradients(model, idx, idx.roll(-1, 1))
         assert torch.nn.utils.get_total_norm(grads).isfinite()
-    model.embed.weight.data[:3] = 0.5  # of such rows nothing is left when they are centred
+    model.embed.weight.data[:3] = 0.5  # centring makes constant rows 0
     assert model(idx)[0].isfinite().all()
 
 
 @cases("degrees", [90, 30, 3, 1, 179, 0.3, 0.01])
-def test_nag_in_float32_is_as_exact_near_a_parallel_update_as_its_file_says(degrees):
+def test_nag_in_float32_has_the_documented_precision_near_a_parallel_update(degrees):
     cosine = math.cos(math.radians(degrees))
     r, s, f, a = (x.detach() for x in some_lanes(64, 1, 256))
     r, across = centred(r) / rms(centred(r)), without_parallel(centred(f), centred(r))
@@ -748,7 +748,7 @@ def test_nag_in_float32_is_as_exact_near_a_parallel_update_as_its_file_says(degr
     assert (rms(ours) - 1).abs().max() < 2e-3 and (s - t).abs().max() < 1e-6
     if degrees > 0.6:
         assert rms(ours - exact).max() < min(1e-3, 3e-7 / (1 - cosine**2))
-    else:  # it turns the right way, but less
+    else:  # it rotates in the right direction, but less
         assert (rms(ours.double() - low[0]) < rms(exact - low[0])).all()
 
 
@@ -761,14 +761,14 @@ def test_nag_starts_its_logits_at_the_same_size_at_any_depth(changes):
     model, idx = tiny(**(dict(n_layer=32, n_embd=64) | changes)), some_ids()
     wanted, (*_, stream) = model.config.nag_first_logits, [*depth.walk(model, idx)][-1]
     heat = model.ends.g_dec + (stream.lane if model.config.nag_lane else 0)
-    assert heat.exp().mean().item() == pytest.approx(wanted, rel=0.03)  # it knew what s will be
+    assert heat.exp().mean().item() == pytest.approx(wanted, rel=0.03)  # g_dec cancels s
     own = F.one_hot(idx, 64).bool()  # with tied matrices a token's own logit stands out
     assert model(idx)[0][~own].std().item() == pytest.approx(wanted, rel=1 / 3)
     assert tiny(nag_first_logits=None).ends.g_dec.item() == pytest.approx(-math.log(32) / 2)
 
 
 @cases("device, index", [("cuda", 0), ("cuda:1", 1), (torch.device("cuda", 1), 1)])
-def test_a_gpu_is_made_ready_by_any_of_its_names(monkeypatch, device, index):
+def test_prepare_process_accepts_any_name_of_a_gpu(monkeypatch, device, index):
     chosen, precision = [], torch.get_float32_matmul_precision()
     monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
     machine.prepare_process(device)
@@ -776,7 +776,7 @@ def test_a_gpu_is_made_ready_by_any_of_its_names(monkeypatch, device, index):
     assert chosen == [index]
 
 
-def test_gate_health_counts_what_is_shut():
+def test_gate_health_counts_closed_gates():
     model, idx, dropping = shaken(tiny()).eval(), some_ids(), shaken(tiny(dropout=0.5)).train()
     assert depth.gate_health(dropping, idx) == depth.gate_health(dropping, idx)
     assert dropping.training
@@ -793,7 +793,7 @@ def test_gate_health_counts_what_is_shut():
 
 
 def test_the_cheap_tanh_is_tanh(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # elsewhere it is torch's
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # else it is torch.tanh
     z = [torch.linspace(-12, 12, 200001), torch.logspace(-30, 10, 1000), torch.tensor([0.0, -1e30])]
     z = torch.cat(z).requires_grad_()
     t, exact = bhyt.Tanh.apply(z), torch.tanh(z.detach().double())
@@ -806,7 +806,7 @@ def test_the_cheap_tanh_is_tanh(monkeypatch):
     assert torch.autograd.gradcheck(bhyt.Tanh.apply, wide)
 
 
-def test_bhyt_starts_as_said_learns_lambda_or_not_and_keeps_its_prediction():
+def test_bhyt_has_its_initial_values_a_learned_or_frozen_lambda_and_a_saved_c():
     for learned in (True, False):
         model = tiny(residual="bhyt", bhyt_learned=learned, bhyt_lambda=(2.0, 1.0, 0.5))
         block, idx = model.blocks[0], some_ids()
@@ -816,7 +816,7 @@ def test_bhyt_starts_as_said_learns_lambda_or_not_and_keeps_its_prediction():
         gradients = [p.grad for name, p in model.named_parameters() if "lam" in name]
         assert len(gradients) == 5 * learned and all(gradients)
     assert {"blocks.0.attn_residual.c", "blocks.1.attn_residual.c"} <= set(model.state_dict())
-    for unit, size in ((True, 1.0), (False, 0.2)):  # of what attention reads at first
+    for unit, size in ((True, 1.0), (False, 0.2)):  # of attention's initial inputs
         norm = tiny(residual="bhyt", bhyt_unit=unit).blocks[0].attn_residual.norm
         assert norm(torch.randn(64, 32)).std().item() == pytest.approx(size, rel=0.05)
 
@@ -829,7 +829,7 @@ def test_bhyt_starts_as_said_learns_lambda_or_not_and_keeps_its_prediction():
     dict(residual="bhyt_exact", branch_scale="depth", bhyt_lambda=(2.0, 1.0, 0.5), tied=False,
          moe_experts=3, moe_shared=8),
 ])  # fmt: skip
-def test_what_is_folded_for_generation_gives_the_same_text(changes):
+def test_folding_for_generation_keeps_the_text(changes):
     model, idx, fold = routed(**changes), some_ids(), generate.FOLDS[changes["residual"]]
     look = lambda: (model(idx)[0], generate.generate(model, idx[:, :4], 20, temperature=0))
     expected, count, embedding = look(), model.num_params(), model.embed.weight.clone()
@@ -850,9 +850,9 @@ def test_what_is_folded_for_generation_gives_the_same_text(changes):
 # --- Mixture of experts, mixture of depths --------------------------------------------------------
 
 
-def test_grouped_products_are_products_group_by_group_with_gradients():
+def test_grouped_products_and_gradients_equal_a_loop_over_groups():
     x, w = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((10, 4), (4, 3, 4)))
-    ends = torch.tensor([3, 3, 9, 10], dtype=torch.int32)  # the second expert has none
+    ends = torch.tensor([3, 3, 9, 10], dtype=torch.int32)  # the second group is empty
     parts = [x[:3] @ w[0].T, x[3:9] @ w[2].T, x[9:] @ w[3].T]
     assert_close(moe.grouped(x, w, ends), torch.cat(parts))
     assert torch.autograd.gradcheck(lambda x, w: moe.grouped(x, w, ends), (x, w))
@@ -862,7 +862,7 @@ def test_grouped_products_are_products_group_by_group_with_gradients():
     assert_close((kernel, *grads[0]), (loop, *grads[1]), rtol=2e-2, atol=2e-2)
 
 
-def test_the_balance_loss_is_the_one_of_the_file_and_recomputation_leaves_it_alone():
+def test_the_balance_loss_equals_its_formula_and_recomputation_does_not_change_it():
     a, b = (tiny(moe_experts=4, moe_balance=how, moe_rate=0.5) for how in ("loss", "bias"))
     idx, experts = some_ids(8), moe.layers(a)
     expected = b(idx, idx)[1]
@@ -875,7 +875,7 @@ def test_the_balance_loss_is_the_one_of_the_file_and_recomputation_leaves_it_alo
         penalties = [layer.penalty for layer in experts]
         loss.backward()
         assert_close(loss, expected)
-        assert all(old is layer.penalty for old, layer in zip(penalties, experts))  # or graphs stay
+        assert all(old is layer.penalty for old, layer in zip(penalties, experts))  # no leaks
     assert torch.equal(a.eval()(idx, idx)[1], b.eval()(idx, idx)[1])  # no penalty in evaluation
     unused = 2 * 2 * (2 * 32 * 128)  # two of four experts, in two blocks
     assert a.num_params() - a.num_params(active=True) == unused
@@ -885,7 +885,7 @@ def test_the_bias_balances_experts():
     how = dict(moe_experts=4, moe_rate=0.02, residual="prenorm")
     models = [tiny(**how).to(dtype) for dtype in (None, torch.bfloat16)]
     for model in models:
-        model.blocks[0].mlp.router.weight.data[0] *= 8  # loved by some, hated by others
+        model.blocks[0].mlp.router.weight.data[0] *= 8  # the favourite of some tokens
         model(some_ids(20))  # 640 tokens: more than bfloat16 can count
     load, low = (moe.balance(moe.layers(model)) for model in models)
     assert_close(load, low, atol=0.02, rtol=0)
@@ -911,7 +911,7 @@ with_routers = cases("changes", [changes for changes in ROUTED if "mod_on" in ch
 
 
 def routed(**changes):
-    """A model whose thresholds are those of its own scores"""
+    """A model with thresholds set from its own scores"""
     model = shaken(tiny(**changes))
     for _ in range(3):
         model(some_ids(4))
@@ -935,7 +935,7 @@ def test_decoding_equals_the_full_forward_and_no_logit_sees_a_later_token(change
 
 
 @with_routers
-def test_gathering_those_that_run_equals_dense_and_masked_with_gradients(changes, monkeypatch):
+def test_gathering_running_tokens_equals_masking_and_so_do_gradients(changes, monkeypatch):
     model, idx = routed(**changes).double().train(), some_ids(3)
     gathered = logits_and_gradients(model, idx, idx.roll(-1, 1))
     for (name, _), grad in zip(model.named_parameters(), gathered[2]):
@@ -951,13 +951,13 @@ def test_gathering_those_that_run_equals_dense_and_masked_with_gradients(changes
 
 @torch.no_grad()
 @with_routers
-def test_a_token_runs_or_skips_as_the_file_says(changes):
+def test_a_token_runs_or_skips_as_documented(changes):
     model, idx, computed, shares = routed(**changes).double(), some_ids(), [], []
     for block in model.blocks:
         count = lambda mlp, args, y: computed.append(args[0][..., 0].numel())
         block.mlp.register_forward_hook(count)
         for residual in (block.attn_residual, block.mlp_residual):
-            residual.ramp = torch.tensor(0.3)  # of NAG
+            residual.ramp = torch.tensor(0.3)  # only NAG reads it
     for i, (sublayer, residual, h, before, after) in enumerate(depth.walk(model, idx)):
         block, skips = model.blocks[i // 2], before.x
         router, s = (block.attn_router, block.mlp_router)[i % 2], block.scale
@@ -968,7 +968,7 @@ def test_a_token_runs_or_skips_as_the_file_says(changes):
             q = torch.sigmoid(h @ router.w + router.b)[..., None]
         else:
             q = router.table[:, None].expand(2, 32, 1)
-        if router.v is not None:  # the fallback: a token that skips turns by as much, towards v
+        if router.v is not None:  # fallback: skipping tokens rotate as much, towards v
             u = without_parallel(centred(router.v), skips)
             skips = skips + turn * u / rms(u)
             skips = skips / rms(skips)
@@ -1009,7 +1009,7 @@ def test_tau_and_k_follow_from_the_scores(shared):
 
 
 @cases("rate", [0.1, 0.35, 0.6])
-def test_a_model_can_be_dialled_to_another_rate(rate):
+def test_a_model_can_be_calibrated_to_another_rate(rate):
     model, x = routed(mod_on="both", mod_rate=0.2), some_ids(64, seed=9)
     mod.calibrate(model, [some_ids(64, seed=seed) for seed in range(4)], True, rate)
     assert depth.skipping(model, [(x, x)], [1])["rate"] == pytest.approx(rate, abs=0.02)
@@ -1026,13 +1026,13 @@ def make_data(directory, *argv):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """A little of the embedded corpus"""
+    """A small part of Python's standard library, as shards"""
     sizes = "--max_tokens=200000 --max_val_tokens=20000 --shard_tokens=60000".split()
     return make_data(tmp_path_factory.mktemp("data"), *sizes)
 
 
 def tokens_of(directory, split):
-    """The tokens of a split, and how many each of its shards has"""
+    """The tokens of a split, and the length of each shard"""
     meta = data_file.read_meta(directory)
     files = [(os.path.join(directory, s["file"]), s) for s in meta["splits"][split]["shards"]]
     shards = [data_file.open_shard(path, meta, shard["tokens"]) for path, shard in files]
@@ -1057,7 +1057,7 @@ def write_texts(directory):
 
 @pytest.fixture
 def texts(tmp_path, monkeypatch):
-    """A working directory with texts. This process tokenises: to start others takes seconds."""
+    """A working directory with texts. This process tokenises: starting others takes seconds."""
     write_texts(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepare_c4, "encoding", data_file.get_tokenizer("bytes"), raising=False)
@@ -1094,7 +1094,7 @@ def test_a_local_rank_file_needs_no_network_and_travels_with_the_shards(tmp_path
     assert encoding.decode(ids.tolist()).startswith(first) and 256 in ids
 
 
-def test_preparation_killed_anywhere_goes_on_as_if_nothing_had_happened(texts, monkeypatch):
+def test_preparation_killed_anywhere_continues_with_the_same_result(texts, monkeypatch):
     argv = "--source=a.jsonl --tokenizer=bytes --shard_tokens=500 --max_tokens=4000".split()
     make_data("whole", *argv)
     replace, left = os.replace, 0
@@ -1108,7 +1108,7 @@ def test_preparation_killed_anywhere_goes_on_as_if_nothing_had_happened(texts, m
 
     monkeypatch.setattr(os, "replace", dies)
     for kills in itertools.count():
-        left = 3 + kills % 3  # death while a shard is renamed, or meta.json behind it
+        left = 3 + kills % 3  # dies when it renames a shard or the meta.json after it
         with contextlib.suppress(KeyboardInterrupt):
             make_data("broken", *argv)
             break
@@ -1142,7 +1142,7 @@ def test_windows_tile_each_shard_and_wide_vocabularies_get_wide_tokens(data):
     assert [data_file.token_dtype(n).itemsize for n in (65536, 65537)] == [2, 4]
 
 
-def test_batches_depend_on_seed_step_and_place_alone_and_cover_an_epoch_once(data):
+def test_batches_depend_only_on_seed_step_and_place_and_cover_an_epoch_once(data):
     windows = data_file.Windows(data, "val", 32)
 
     def step_of(world, micro_steps, step, batch_size=4, seed=1):
@@ -1183,7 +1183,7 @@ def train(data, out, *argv, **settings):
 
 
 def resume(out, **settings):
-    """A run that goes on needs no other setting than where it is."""
+    """A resumed run needs no setting except its out_dir."""
     return script("train.py", **dict(init_from="resume", out_dir=out) | settings)
 
 
@@ -1194,7 +1194,7 @@ def evaluated(out, what, **settings):
 
 
 def ranks(data, out, world=2, sigterm_to=None, **settings):
-    """train.py in several processes, forked from one that has done nothing but import this file"""
+    """train.py in several processes, forked from one that has only imported this file"""
     torch.multiprocessing.set_forkserver_preload(["test_all"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -1258,7 +1258,7 @@ def assert_same_state(one, two):
 
 
 def refuses(message, run, *args, **settings):
-    """run(...) ends in one line that has this message in it."""
+    """run(...) exits with one line that contains the message."""
     with pytest.raises(SystemExit, match=re.escape(message)) as stop:
         run(*args, **settings)
     assert "\n" not in str(stop.value)
@@ -1266,7 +1266,7 @@ def refuses(message, run, *args, **settings):
 
 @pytest.fixture(scope="session")
 def runs(data, tmp_path_factory):
-    """Four runs: b has another seed than a, c another mode, and in d tokens skip."""
+    """Four runs: b differs from a in the seed, c in the mode, and d has a mixture of depths."""
     at = tmp_path_factory.mktemp("runs")
     train(data, at / "a")
     train(data, at / "b", seed=2)
@@ -1326,7 +1326,7 @@ def test_stopped_and_resumed_equals_never_stopped(data, tmp_path, monkeypatch, c
     assert set(os.listdir(two)) == {"ckpt.pt", "log.jsonl"} and not old.exists()
 
 
-def test_a_kill_in_the_first_step_and_a_full_disk_are_survived(data, runs, tmp_path, monkeypatch):
+def test_a_run_survives_a_kill_in_the_first_step_and_a_full_disk(data, runs, tmp_path, monkeypatch):
     def dies(number, loss):
         raise KeyboardInterrupt
 
@@ -1406,7 +1406,7 @@ def test_evaluation_does_not_touch_training_and_is_the_exact_mean(data, tmp_path
         report = evaluated(run, "loss,depth", eval_tokens=512, depth_tokens=320, val_part=part)
         assert report["loss"]["loss"] == pytest.approx(exact, abs=1e-5)
         found |= {exact, report["depth"]["norm"][0]}
-    assert len(found) == 6  # another loss and another first norm on each part
+    assert len(found) == 6  # each part has its own loss and its own first norm
 
 
 @cases("setting, like", [*((setting, None) for setting in [
@@ -1471,7 +1471,7 @@ def test_bad_steps_are_skipped_and_counted_and_too_many_stop(data, tmp_path, mon
     (0, 0.0, [0, 12]),
 ])  # fmt: skip
 def test_saves_come_by_time_or_by_steps(data, tmp_path, monkeypatch, interval, cost, steps):
-    """By a clock on which a step takes 10 seconds, and a save its cost"""
+    """On a clock where a step takes 10 seconds and a save takes `cost` seconds"""
     saved, clock = [], [0.0]
 
     def save(path, state):
@@ -1551,7 +1551,7 @@ def test_runs_on_different_data_are_not_compared_or_resumed(data, runs, tmp_path
     shards = data_file.read_meta(data)["splits"]["train"]["shards"]
     for shard in shards:
         assert shard.pop("sha256") == data_file.file_sha256(os.path.join(data, shard["file"]))
-    assert data_file.split_sha256(data, shards) == one["train"]  # of an older meta.json
+    assert data_file.split_sha256(data, shards) == one["train"]  # as from an older meta.json
     message = f"{a} and {b} were trained on different data"
     refuses(message, plot.main, "loss", str(tmp_path / "x"), str(a), str(b))
     refuses("was trained on other data than that of", resume, a, data_dir=other)
@@ -1564,8 +1564,8 @@ def test_runs_on_different_data_are_not_compared_or_resumed(data, runs, tmp_path
 
 @pytest.fixture(scope="session")
 def over_ranks(data, tmp_path_factory):
-    """The same run in one process, and in two: with all of the model each, and with a share of it.
-    The last one is stopped by a signal to its second rank, and resumed."""
+    """The same run in one process, in two with DDP, and in two with FSDP. The last one is stopped
+    by a signal to its second rank, and resumed."""
     at = tmp_path_factory.mktemp("ranks")
     how = dict(max_iters=8, gradient_accumulation_steps=3, keep_interval=4, save_best=True)
     how |= dict(residual="bhyt", bhyt_unit=True, bhyt_interval=4)
@@ -1579,7 +1579,7 @@ def over_ranks(data, tmp_path_factory):
 
 @cases("name", ["ddp", "fsdp"])
 def test_two_ranks_have_the_curve_of_one_process(over_ranks, tmp_path, monkeypatch, name):
-    """They refresh the c of BHyT when it is due. One process resumes all."""
+    """Each run refreshes BHyT's c on schedule. One process can resume each of them."""
     assert "2 ranks x 2 micro-steps x 3 x 32" in open(over_ranks / f"{name}.rank0.txt").read()
     paths = [shutil.copytree(over_ranks / run, tmp_path / run) for run in ("one", name)]
     one, two = (checkpoint(path)["model"] for path in paths)
@@ -1620,15 +1620,15 @@ def test_experts_and_routers_agree_over_ranks(data, tmp_path, shard):
     ranks(data, tmp_path / "two", **how, shard=shard)
     one, two = log_of(tmp_path / "one"), log_of(tmp_path / "two")
     assert two.losses[:6] == pytest.approx(one.losses[:6], abs=3e-3)
-    assert two.losses == pytest.approx(one.losses, abs=0.1)  # rounding decides choices
+    assert two.losses == pytest.approx(one.losses, abs=0.1)  # rounding changes choices
     saved, last = checkpoint(tmp_path / "two")["model"], two.records[-1]
-    for router in ("blocks.0.attn_router", "blocks.1.mlp_router"):  # what all ranks have scored
+    for router in ("blocks.0.attn_router", "blocks.1.mlp_router"):  # scores of all ranks
         scored = saved[router + ".histogram"].sum(), saved[router + ".fresh"].sum()
         assert scored == (pytest.approx((9 + mod.MEMORY) * 256), 4 * 256)
     assert np.sum(last["load"], axis=1) == pytest.approx([1, 1])
     assert np.mean(last["ran"]) == pytest.approx(0.6, abs=0.03)
     cost, params = np.diff([r["flops"] for r in two.records]), two.headers[0]["params"]
-    assert cost[1] != cost[-1]  # as k moved
+    assert cost[1] != cost[-1]  # because k changed
     assert params["all"] - params["active"] == 2 * 2 * 2 * 32 * 128
 
 
@@ -1648,7 +1648,7 @@ config = lambda format, **c: resaved(lambda s: s | {"format": format, "config": 
 
 
 def entry(**new):
-    """Changes what the index of a folder says of a tensor."""
+    """Changes what the index of a folder says about a tensor."""
     of = lambda index: index | {"model.embed.weight": index["model.embed.weight"] | new}
     return edited(lambda b: json.dumps(of(json.loads(b))).encode())
 
@@ -1685,7 +1685,7 @@ def entry(**new):
     ("folder/index.json", entry(parts=[[[0, 0], [257, 32], "evil", 0, 200]]), "is no complete ch"),
 ])  # fmt: skip
 def test_a_damaged_file_is_refused(data, runs, over_ranks, tmp_path, monkeypatch, name, spoil, why):
-    """In one line, and what is in it does not run."""
+    """With a one-line message, and without running code from the file."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(data, "data")
     shutil.copytree(runs / "a", "run")
@@ -1709,7 +1709,7 @@ def test_a_checkpoint_of_the_first_format_is_read(runs, tmp_path):
     settings, later = state["settings"], ("warmup_share", "branch_from", "save_best", "val_part")
     old = {name: value for name, value in settings.items() if name not in later}
     state["settings"] = old | {"warmup_iters": 0.25, "gradient_accumulation_steps": 1}
-    state["config"] |= {"bhyt_causal": False, "bhyt_gain_aware": False}  # settings that are gone
+    state["config"] |= {"bhyt_causal": False, "bhyt_gain_aware": False}  # removed settings
     state["config"].pop("bhyt_context")
     state = {name: x for name, x in state.items() if name not in ("format", "data", "run_id")}
     torch.save(state, tmp_path / "ckpt.pt")
@@ -1735,7 +1735,7 @@ def test_windows_for_evaluation_are_spread_and_the_halves_do_not_overlap(data):
 
 @cases("run", ["a", "c"])
 def test_eval_measures_the_stream_by_depth(data, runs, capsys, run):
-    """Every number again from its definition; NAG's lanes are one stream"""
+    """Every number is computed again from its definition. NAG's lanes make one stream."""
     argv = ["--max_new_tokens=9", "--prompt=def ", "--temperature=0", "--dtype=float32"]
     script("eval.py", *argv, out_dir=runs / run, eval_tokens=512, depth_tokens=640)
     report, (_, model) = json.load(open(runs / run / "eval.json")), lora.load_model(runs / run)
@@ -1748,7 +1748,7 @@ def test_eval_measures_the_stream_by_depth(data, runs, capsys, run):
     streams = [s.x if s.lane is None else s.x * s.lane.exp() for s in walked[:1] + walked[1::2]]
     start, *after = streams = [s.detach().double() for s in streams]
     angle = lambda a, b: torch.acos(F.cosine_similarity(a, b, dim=-1)).rad2deg()
-    layers = torch.stack(streams[::2])  # behind the embedding and each block
+    layers = torch.stack(streams[::2])  # after the embedding and each block
     rms, mean, largest = layers.square().mean(-1).sqrt(), layers.mean(-1), layers.abs().amax(-1)
     variance, fourth = rms**2 - mean**2, (layers - mean[..., None]).pow(4).mean(-1)
     updates = [new - old for old, new in itertools.pairwise(streams)]
@@ -1787,7 +1787,7 @@ def test_the_sink_is_the_share_of_attention_that_the_first_token_gets(monkeypatc
     sink, real = depth.sink(attention, h, rope).item(), F.scaled_dot_product_attention
 
     def checked(q, k, v, **how):
-        """With values that are 1 for the first token alone, the output is its share."""
+        """With values of 1 for the first token and 0 for others, the output is its share."""
         first = torch.zeros_like(v).index_fill_(2, torch.tensor(0), 1)
         assert real(q, k, first, **how)[:, :, 1:].mean().item() == pytest.approx(sink, rel=1e-5)
         return real(q, k, v, **how)
@@ -1842,7 +1842,7 @@ def test_eval_tells_who_skips_and_dials_the_rate(data, runs, monkeypatch, capsys
     monkeypatch.setattr(mod, "calibrate", lambda *how: seen.append(how[1]) or real(*how))
     for rate in (0.1, 0.5):
         got = evaluated(runs / "d", "mod", mod_rate=rate, **tokens)["mod"]["rate"]
-        assert got == pytest.approx(rate, abs=0.06)  # all spaces, say, have one score in layer 1
+        assert got == pytest.approx(rate, abs=0.06)  # scores have ties, for example spaces
     windows = data_file.Windows(data, "train", 32)
     assert seen[0][0][0].tolist() == windows[data_file.spread(windows, 32768)[0]][:-1].tolist()
 
@@ -1903,7 +1903,7 @@ def test_evaluation_and_scores_hold_no_more_logits_than_loss_chunk():
     assert largest.numel <= 32 * 4096  # the head itself
 
 
-def test_a_sample_begins_as_every_document_and_every_setting_matters(runs, monkeypatch):
+def test_a_sample_begins_with_end_of_text_and_every_setting_matters(runs, monkeypatch):
     seen, real = [], generate.stream_tokens
 
     def spied(model, idx, *args, compile, **how):
@@ -1924,7 +1924,7 @@ def test_a_sample_begins_as_every_document_and_every_setting_matters(runs, monke
 
 
 @cases("residual", ["nag", "prenorm", "bhyt"])
-def test_choices_score_as_one_by_one(residual):
+def test_choices_score_the_same_one_by_one(residual):
     model, rng = shaken(tiny(residual=residual, n_kv_head=1)).eval(), np.random.default_rng(0)
     ids = lambda n: rng.integers(0, 60, n).tolist()
     questions = [ids(n) for n in (3, 3, 7, 31, 40, 1)]
@@ -1955,11 +1955,11 @@ def test_choices_score_as_one_by_one(residual):
     (dict(moe_experts=8, moe_shared=32), "wq,wk,wv,wo,up,down"),
     (dict(mod_on="both", mod_rate=0.8), "wq,wk,wv,wo,up,down"),
 ])  # fmt: skip
-def test_adapters_start_from_nothing_and_merge_exactly(changes, targets):
+def test_adapters_start_at_zero_and_merge_exactly(changes, targets):
     model, idx = shaken(tiny(**changes)).eval(), some_ids()
     before, weights = model(idx)[0].detach(), {k: v.clone() for k, v in model.state_dict().items()}
     dense, frozen = model.flops_per_token(), model.requires_grad_(False).flops_per_token()
-    assert 2 * dense / 3 <= frozen < 0.8 * dense  # attention's scores have gradients in any case
+    assert 2 * dense / 3 <= frozen < 0.8 * dense  # attention scores always need gradients
     model.blocks[0].attn.wk.requires_grad_()
     assert model.flops_per_token() - frozen == 2 * 32 * 32
     with pytest.raises(ValueError, match=f"'wx' is not one of {targets.replace(',', ', ')}$"):
@@ -2075,11 +2075,11 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, tmp_p
     refuses(f"belong to {base}/ckpt.pt, which is gone or has changed", lora.load_model, run)
 
 
-def test_fine_tuning_over_two_ranks_is_that_of_one(data, runs, tmp_path):
+def test_fine_tuning_over_two_ranks_equals_one_process(data, runs, tmp_path):
     how = dict(sft_data=write_conversations(tmp_path / "c.jsonl"), init_from=runs / "a")
     how |= dict(lora_rank=4, learning_rate=1e-2, total_batch_tokens=64)
     train(data, tmp_path / "one", **how, batch_size=2)
-    train(data, tmp_path / "accumulated", **how, batch_size=1)  # rows count by their answers
+    train(data, tmp_path / "accumulated", **how, batch_size=1)  # rows have unequal weights
     ranks(data, tmp_path / "two", **how, batch_size=1)
     one, *others = (log_of(tmp_path / name).losses for name in ("one", "accumulated", "two"))
     assert others == [pytest.approx(one, abs=1e-4)] * 2
@@ -2160,7 +2160,7 @@ def test_auto_takes_the_best_device_there_is(monkeypatch):
         assert '\ndevice = "auto"' in open(os.path.join(HERE, name)).read()
 
 
-def test_experts_are_chosen_in_float32_and_bear_one_that_no_token_chose(monkeypatch):
+def test_experts_are_chosen_in_float32_and_may_be_left_without_tokens(monkeypatch):
     experts, h = moe.layers(shaken(tiny(moe_experts=4)))[0], torch.randn(64, 32)
     seen, results, real = [], [], torch.Tensor.topk
     experts.bias[2] = -10.0
@@ -2180,7 +2180,7 @@ def test_experts_are_chosen_in_float32_and_bear_one_that_no_token_chose(monkeypa
         assert (eager - compiled).norm() < 0.05 * eager.norm()
 
 
-def test_only_the_launcher_speaks_through_the_environment():
+def test_only_the_variables_of_torchrun_are_read_from_the_environment():
     from_torchrun = {f'environ.get("{key}",' for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     for path in [*glob.glob(f"{HERE}/[!t]*.py"), *glob.glob(f"{HERE}/runs/*.py"), "train.py"]:
         text = open(os.path.join(HERE, path)).read()

@@ -249,8 +249,8 @@ def test_a_hub_that_refuses_for_good_ends_preparation_with_one_line(c4_files, tm
 @cases("more, close", [
     ({}, 2e-4), ({"optimizer": "muon"}, 2e-4), ({"moe_experts": 4}, 3e-3),
 ])  # fmt: skip
-def test_a_run_goes_from_any_number_of_ranks_to_any_other(data, tmp_path, more, close):
-    """Half of them compiled; no matter which, they have the curve of one eager process."""
+def test_a_run_resumes_on_any_number_of_ranks(data, tmp_path, more, close):
+    """Some of the runs are compiled. All have the loss curve of one eager process."""
     one, run, how = tmp_path / "a", tmp_path / "b", dict(lr_decay_iters=9, total_batch_tokens=256)
     train(data, one, **how, **more, max_iters=9)
     for last, world, shard, compile in (
@@ -319,7 +319,7 @@ def write_tasks(directory):
     return directory
 
 
-def test_the_harness_gets_what_a_loop_would_compute(runs, tmp_path, monkeypatch, capsys):
+def test_the_scores_of_the_harness_equal_those_of_a_loop(runs, tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval", reason="make test installs lm-eval")
     run, how = runs / "a", dict(task_dir=write_tasks(tmp_path / "tasks"))
     report, (_, model) = evaluated(run, "tasks", tasks=",".join(TASKS), **how), lora.load_model(run)
@@ -345,7 +345,7 @@ def test_the_harness_gets_what_a_loop_would_compute(runs, tmp_path, monkeypatch,
     refuses("pip install lm-eval", evaluated, run, "tasks")
 
 
-def test_writing_stops_where_it_is_told(monkeypatch):
+def test_writing_stops_at_stop_strings_and_end_of_text(monkeypatch):
     encoding, asked = data_file.get_tokenizer("bytes"), []
     model = SimpleNamespace(config=SimpleNamespace(block_size=32))
 
@@ -355,7 +355,7 @@ def test_writing_stops_where_it_is_told(monkeypatch):
         return ask.write_until(model, encoding, context, *how, 0.0, "cpu")
 
     assert written(b"so it is.\nQ: more", "x" * 99, ["Q:", "\n"], 256) == "so it is."
-    assert len(asked[0][0]) == 16  # of the context half a window stays
+    assert len(asked[0][0]) == 16  # half a window of the context stays
     assert written([97, 98, 256], "x", ["Q:"], 9) == "ab"
 
 
@@ -363,7 +363,7 @@ def test_writing_stops_where_it_is_told(monkeypatch):
 # Studies, speed, README, GUIDE
 
 
-def test_the_classroom_comes_out_as_foretold(data, tmp_path, capsys):
+def test_the_classroom_comes_out_as_expected(data, tmp_path, capsys):
     classroom = lambda **how: script("runs/classroom.py", data_dir=data, out=tmp_path, **how)
     classroom(cases="B,C", steps=60, batch_size=128, width=128)
     classroom(what="walk", activation="relu", norm="none", skip=False)
@@ -371,12 +371,12 @@ def test_the_classroom_comes_out_as_foretold(data, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "explosion | explosion |" in printed and "smooth | smooth |" in printed
     variances = [float(x) for x in re.findall(r"^\| \d+ \| (\S+) \|", printed, re.M)]
-    assert len(variances) == 24 and max(variances) / min(variances) < 4  # which is kaiming's aim
+    assert len(variances) == 24 and max(variances) / min(variances) < 4  # the aim of kaiming
     assert re.findall(r"^(\w+):", printed, re.M) == ["skip", "no_skip", "none"]
 
 
 def test_sweep_trains_a_grid_then_seeds_at_the_best(data, runs, tmp_path, monkeypatch, capsys):
-    """What is there already, it skips."""
+    """It skips finished runs."""
     monkeypatch.syspath_prepend(os.path.join(HERE, "runs"))
     import sweep
 
@@ -391,9 +391,9 @@ def test_sweep_trains_a_grid_then_seeds_at_the_best(data, runs, tmp_path, monkey
     monkeypatch.setattr(sweep, "subprocess", SimpleNamespace(run=in_process, DEVNULL=None))
     monkeypatch.setattr(sweep, "ROOT", tmp_path)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(signal, "signal", lambda *args: None)  # the pool's thread may not set any
+    monkeypatch.setattr(signal, "signal", lambda *args: None)  # only the main thread may set them
     how = dict(learning_rates=[1e-4, 1e-2], seeds=[1, 2], then=["--what=loss", "--eval_tokens=64"])
-    for _ in range(2):  # the second time, all is there
+    for _ in range(2):  # the second sweep finds all runs finished
         found = sweep.sweep("toy", {"plain": [], "scaled": ["--residual=lns"]}, **how)
         assert ran == ["train.py", "eval.py"] * 6
     grid = {f"{v}-{lr}" for lr in ("0.0001-1", "0.01-1", "0.01-2") for v in ("plain", "scaled")}
@@ -411,12 +411,12 @@ THEORY = os.path.join(HERE, "runs", "bhyt_theory.py")
 
 @torch.no_grad()
 @cases("activation", ["gelu", "relu", "swiglu"])
-def test_the_theory_of_bhyt_is_what_independent_inputs_would_do(activation):
+def test_the_theory_of_bhyt_holds_for_independent_inputs(activation):
     theory = runpy.run_path(THEORY)
     model = tiny(residual="bhyt", n_embd=64, n_head=4, n_kv_head=2, activation=activation)
     block = shaken(model).blocks[0]
     mlp, gain, norm = block.mlp, block.mlp_residual.norm.gain, block.attn_residual.norm
-    if mlp.gate is None:  # the theory takes hidden units as uncorrelated: each gets a sign
+    if mlp.gate is None:  # random signs: the theory assumes uncorrelated hidden units
         mlp.down.weight.mul_(torch.randn_like(mlp.down.weight).sign())
     sampled = mlp(0.7 * gain * torch.randn(20000, 64)).square().mean().item()
     assert theory["mlp_variance"](mlp, gain, 0.49) == pytest.approx(sampled, rel=0.15)
@@ -471,7 +471,7 @@ def test_nag_compiles_to_one_kernel_forward_and_one_backward():
 @cases("kind", ["any", "parallel", "zero"])
 @cases("dtype, close", [(torch.float32, 2e-4), (torch.bfloat16, 5e-2)])
 @cases("d", [128, 768, 1000, 2048, 4096])
-def test_on_cuda_what_is_compiled_equals_float64(d, dtype, close, kind):
+def test_on_cuda_compiled_code_equals_float64(d, dtype, close, kind):
     g = torch.Generator().manual_seed(0)
     r, f, grad, gamma = torch.randn(4, 64, d, generator=g, dtype=torch.float64)
     f = {"any": f, "parallel": 3 * r / rms(r) + 0.5 * f, "zero": 0 * f}[kind]
@@ -513,7 +513,7 @@ def test_bench_keeps_every_number(data, tmp_path, capsys):
     timed = [report[part] for part in ("forward", "residual", "train", "recipe", "mod")]
     for part in (*timed, *report["generate"].values()):
         first = next(iter(part.values()))
-        assert first["ratio"] == [1, 1, 1] and len(first["seconds"]) == 2  # as given, not as quick
+        assert first["ratio"] == [1, 1, 1] and len(first["seconds"]) == 2  # not quick's 3
     memory, least = report["memory"]["nag"], report["memory"]["nag, both"]
     assert least["kept"] < memory["kept"] / 2 and least["peak"] < memory["peak"] > memory["kept"]
     assert 1e6 > memory["kept"] > memory["kept a block"] > 2 * 32 * 32 * 4  # of 2 sequences
@@ -523,7 +523,7 @@ def test_bench_keeps_every_number(data, tmp_path, capsys):
 
 
 def at_toy_size(command, corpus, tasks):
-    """A documented command, smaller. What goes on from a checkpoint has its shape from there."""
+    """A documented command at a small size. A run from a checkpoint takes the shape from it."""
     new_run = " ".join([*TINY_RUN, "--vocab_size=257", "--total_batch_tokens=128"])
     for text, toy in (
         (r"\bpython\b", sys.executable), ("torchrun", f"{sys.executable} -m torch.distributed.run"),
@@ -551,7 +551,7 @@ def test_every_documented_command_runs_at_toy_size(tmp_path):
     write_conversations(clone / "chat.jsonl")
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    (clone / ".venv" / "ready").touch()  # what the Makefile makes with pip
+    (clone / ".venv" / "ready").touch()  # the Makefile makes it after pip
     packages = os.path.dirname(os.path.dirname(torch.__file__))
     env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": packages}
     how = dict(cwd=clone, env=os.environ | env, capture_output=True, text=True)
@@ -559,6 +559,6 @@ def test_every_documented_command_runs_at_toy_size(tmp_path):
     commands = "".join(re.findall(r"```sh\n(.*?)```", documents, re.S)).splitlines()
     assert {"make train", "make test"} <= set(commands) and len(commands) > 15
     for command in commands:
-        if command not in ("make test", "make slow"):  # of which this is a part
+        if command not in ("make test", "make slow"):  # this test is part of them
             ran = subprocess.run(["bash", "-c", at_toy_size(command, corpus, tasks)], **how)
             assert ran.returncode == 0, f"{command}\n{ran.stdout[-1500:]}\n{ran.stderr[-3000:]}"
