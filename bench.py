@@ -458,7 +458,7 @@ def generation(config, rows, length):
 
 
 def compare_decoding(runs, rows, new, buffer):
-    """Compare decoding of new tokens with and without a cache. buffer is as large as weights."""
+    """Time decoding of new tokens with and without a cache. buffer is as large as the weights."""
     buffer_bytes = 4 * buffer.numel()
 
     def read_weights():

@@ -68,7 +68,7 @@ def step_of(folder):
 
 
 def locate(path):
-    """The checkpoint at path. A run's folder stands for its newest checkpoint."""
+    """The checkpoint at path. A run's folder means its newest checkpoint."""
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, "state.pt")):
         path = newest(path) or os.path.join(path, NEWEST)
     if not os.path.exists(path):
@@ -140,7 +140,7 @@ def restore(state, optimizers):
 
 
 def shard_like(x, p):
-    """Shard x over the ranks like the parameter p. A step count has another shape: it stays."""
+    """Shard x over the ranks like the parameter p. A tensor of another shape stays as it is."""
     if isinstance(p, DTensor) and x.shape == p.shape:
         return distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
     return x
@@ -272,7 +272,7 @@ def read_tensors(folder, prefix, params=None):
 
 
 def describe(error):
-    """The first line of an error. If torch wraps errors of several ranks, the first one's."""
+    """The first line of an error. If torch wraps the errors of ranks, that of the first rank."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -34,7 +34,8 @@ class Setting(NamedTuple):
 def configure(namespace, *dataclasses, argv):
     """Set the settings in a script's namespace. Returns two dicts: (all settings, given settings).
 
-    The first has defaults too. The second has only those of config files and the command line.
+    The first has every setting of the script and the dataclasses. The second has only those that
+    config files or the command line set.
     """
     own = read_settings(open(namespace["__file__"]).read())
     known = dict(own)

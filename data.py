@@ -158,7 +158,7 @@ def read_hub(path, load):
     done, pause, progress_at, listed = 0, 1, time.time(), False
     while True:
         try:
-            # load() reports a missing file if the hub does not answer. info() tells them apart.
+            # load() calls a file missing if the hub does not answer. info() tells the two apart.
             HfFileSystem().info(path)
             listed = True
             for record in islice(load(), done, None):
@@ -332,7 +332,7 @@ VAL_PARTS = {"all": slice(None), "tune": slice(0, None, 2), "report": slice(1, N
 
 
 def spread(windows, tokens=None, part="all"):
-    """Fixed, evenly spaced windows of a split with about `tokens` tokens: their indices.
+    """Indices of evenly spaced windows with about `tokens` tokens, the same in every call.
 
     part "tune" takes windows 0, 2, 4, ... and "report" windows 1, 3, 5, ...: settings are chosen on
     one half and losses reported on the other. Each half covers the whole split.

@@ -133,7 +133,7 @@ def outcomes(model, stream, y):
 
 @torch.no_grad()
 def depth(model, batches):
-    """All measurements through depth. For NAG, they are of the additive stream of its two lanes."""
+    """All measurements through depth. For NAG, they use the additive stream of its two lanes."""
     n = sum(len(x) for x, _ in batches)
     sums, directions, tokens = defaultdict(float), 0.0, []
     for x, y in batches:
@@ -147,7 +147,7 @@ def depth(model, batches):
     report["similarity"] = (directions @ directions.T).tolist()
 
     norm, entropy, loss, confidence, right = torch.cat(tokens, dim=1)
-    constant = norm.std() < 1e-4  # post-norm gives all tokens the same norm
+    constant = norm.std() < 1e-4  # post-norm: equal norms have no correlation
     for name, other in (("norm and entropy", entropy), ("norm and loss", loss)):
         correlation = torch.corrcoef(torch.stack([norm, other]))[0, 1]
         report[name] = None if constant else float(correlation)

@@ -46,7 +46,7 @@ prompt = "def "  # start of the sample, and the text in the map of mod
 max_new_tokens = 200  # tokens in the sample
 temperature = 0.8  # temperature of the sample; 0: greedy
 top_k: int | None = None  # sample from the top_k likeliest tokens; None: from all
-top_p: float | None = None  # sample from the likeliest tokens with this total share; None: all
+top_p: float | None = None  # sample from likeliest tokens of total probability top_p; None: all
 seed = 1337  # seed of the sample and of the tasks
 tasks: str | None = None  # names of the harness's tasks; None: the eight of the norm papers
 task_dir: str | None = None  # folder with task files; None: the tasks of the harness
@@ -357,7 +357,7 @@ def start_of_text(encoding):
 def decoding_speed(began, times):
     """Tokens per second after the second token.
 
-    The time of the first token includes the prompt, that of the second the compilation of the step.
+    The first token's time includes the prompt, the second's includes compilation of the step.
     """
     if len(times) < 3:
         elapsed = time.perf_counter() - began

@@ -114,7 +114,7 @@ def digest(path):
 
 
 def load_state(model, state):
-    """Load a checkpoint's weights. A checkpoint of adapters names the base with all the others."""
+    """Load a checkpoint's weights. An adapter checkpoint names its base, which has the rest."""
     lora = state.get("lora")
     if lora is None:
         try:

@@ -192,7 +192,7 @@ def balance(routers, shared, rate, world=1, memory=MEMORY):
 
 
 def skipped(routers):
-    """The share of scores below tau since the last balance, to within a bin."""
+    """The share of the scores since the last balance that are below tau, to within a bin."""
     fresh = torch.stack([router.fresh for router in routers])  # (routers, BINS)
     tau = torch.stack([router.tau for router in routers])
     centre = (torch.arange(BINS, device=fresh.device) + 0.5) / BINS

@@ -60,8 +60,8 @@ class GPTConfig:
     nag_beta: float | None = None  # nag: the modulator's exponent; None: learned, from 1
     nag_centre: bool = True  # nag: subtract the mean from updates
     nag_orthogonal: bool = True  # nag: remove the part of an update along the stream
-    nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: constant one
-    nag_first_logits: float | None = 0.75  # nag: std of initial logits; None: divide by d
+    nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: a constant
+    nag_first_logits: float | None = 0.75  # nag: std of initial logits; None: logits / d
     moe_experts: int = 0  # experts in place of each MLP; 0: one MLP
     moe_top_k: int = 2  # moe: experts per token
     moe_shared: int = 0  # moe: width of an expert that all tokens use; 0: none

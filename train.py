@@ -145,8 +145,8 @@ RULES = (  # (names of settings, condition on their values, the condition in wor
 def inherit(saved, going_on):
     """The settings of a run that starts from a checkpoint.
 
-    A resumed or branched run keeps all settings of the checkpoint. Fine-tuning keeps those of the
-    model and data_dir. Settings given now override them; changing a fixed setting is an error.
+    A resumed or branched run keeps all settings of the checkpoint. Fine-tuning keeps the model's
+    settings and data_dir. Settings given now override these; changing a fixed one is an error.
     """
     old = settings | saved["settings"] | saved["config"]
     if going_on:
@@ -158,7 +158,7 @@ def inherit(saved, going_on):
         fixed = MODEL_SETTINGS - {"dropout", "block_size"}
         predicts = hasattr(RESIDUALS[old["residual"]], "refresh")
         if predicts and given.get("block_size", old["block_size"]) != old["block_size"]:
-            kept["bhyt_context"] = old["bhyt_context"] or old["block_size"]  # keep the c of this T
+            kept["bhyt_context"] = old["bhyt_context"] or old["block_size"]  # keep the c it has
     kept |= {k: settings[k] for k in ("out_dir", "init_from", "branch_from")}
     changed = [k for k in given if k in fixed and given[k] != old[k]]
     if changed:
@@ -200,7 +200,7 @@ world = int(os.environ.get("WORLD_SIZE", 1))
 main = rank == 0
 log_path = os.path.join(out_dir, "log.jsonl")
 if branch_from is not None and init_from not in ("scratch", "auto"):
-    fail(f"branch_from starts a new run, init_from={init_from!r} another: leave one of them out")
+    fail(f"branch_from starts a new run, and so does init_from={init_from!r}: set only one of them")
 
 resuming = init_from == "resume" or (init_from == "auto" and checkpoint.newest(out_dir) is not None)
 going_on = resuming or branch_from is not None  # from the checkpoint's step and optimizer state
@@ -362,7 +362,7 @@ def save(kind):
 
 
 def saves_by_time():
-    """Whether the last save was 30 seconds ago, and 100 times its own duration ago."""
+    """Whether 30 seconds, and 100 times the last save's duration, have passed since that save."""
     return save_interval is None and time.monotonic() - last_save >= max(30.0, 100 * save_seconds)
 
 
@@ -597,7 +597,7 @@ while not finished() and not stopped:
     good = math.isfinite(loss) and math.isfinite(norm)
     bad_steps = 0 if good else bad_steps + 1
     for opt in optimizers:
-        if good:  # skip the update if the loss or gradient is not finite: it cannot be undone
+        if good:  # an update cannot be undone, so skip it if the loss or gradient is not finite
             opt.step()
         opt.zero_grad(set_to_none=True)
     step, flops = step + 1, flops + flops_per_step

@@ -1,5 +1,5 @@
 """
-Why deep networks need initialisation, norms and skips: layers predict a byte from the last 8.
+Why deep networks need init, norms and skips: plain layers predict a byte from the previous 8.
 
     python runs/classroom.py                       train the cases A, B, C, deep: 2 minutes, 2 cores
     python runs/classroom.py --what=walk --init=xavier --activation=relu --norm=none --skip=False

@@ -52,9 +52,9 @@ for change in ("budget=layer", "blocks=inner"):
 
 
 def tuned(router, rate=0.4):
-    """The arguments with which a router has its lowest loss in the settings study, and this rate.
+    """A router's best arguments in the settings study, with mod_rate set to rate.
 
-    blocks=inner does not count, because it skips less.
+    blocks=inner is left out, because it skips less.
     """
     tried = {
         name: final_loss(ROOT / f"results/mod_settings/{name}-0.004-1")
