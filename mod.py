@@ -137,7 +137,7 @@ class Router(nn.Module):
     def write(self, residual, f, runs, q, stream, scale, turn):
         """Write f (B, T, C) for the running tokens. runs and q are (B, T, 1)."""
         known = {} if turn is None else {"turn": turn}
-        if self.v is not None:  # the fallback: a skipping token has the same a, but turns towards v
+        if self.v is not None:  # fallback: a skipping token has the same a, but rotates towards v
             return residual.write(stream, torch.where(runs, f, self.v.to(f.dtype)), scale, **known)
         new = residual.write(stream, f, scale * q if self.learned else scale, **known)
         lane = None if new.lane is None else torch.where(runs, new.lane, stream.lane)

@@ -37,7 +37,7 @@ class GPTConfig:
     vocab_size: int = 257  # 256 bytes and end-of-text; gpt2 BPE: 50257, or 50304 for speed
     residual: str = "nag"  # how sublayers read and write the stream: a name from RESIDUALS
     norm: str = "rms"  # rms, layer or none
-    norm_eps: float = 1e-6  # inside the root
+    norm_eps: float = 1e-6  # epsilon of the norms, inside the root
     activation: str = "gelu"  # gelu, relu, silu or swiglu
     qk_norm: bool = False  # RMSNorm on queries and keys
     rope_base: float = 10000.0  # base of the rotary frequencies
@@ -51,7 +51,7 @@ class GPTConfig:
     branch_scale: str = "one"  # factor on sublayer outputs: one, or depth for 1/sqrt(n_layer)
     dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: initial alpha before attention, MLP and head
     bhyt_p: float = 0.99  # bhyt: share of a token's features that must stay below lambda
-    bhyt_lambda: tuple = (2.0, 1.0, 0.0)  # bhyt: initial lambda there; 0 for the head: RMSNorm
+    bhyt_lambda: tuple = (2.0, 1.0, 0.0)  # bhyt: initial lambda at these places; head 0: RMSNorm
     bhyt_learned: bool = True  # bhyt: learn lambda
     bhyt_unit: bool = False  # bhyt: initial gamma gives outputs of variance 1; False: gamma is 1
     bhyt_context: int | None = None  # bhyt, prenorm_approx: the T of c; None: block_size
@@ -71,8 +71,8 @@ class GPTConfig:
     mod_rate: float = 0.0  # mod: share of tokens that skip; 0: none, and no router
     mod_router: str = "nag"  # mod: the router: nag, learned or random
     mod_budget: str = "global"  # mod: mod_rate is over all sublayers (global) or in each (layer)
-    mod_fallback: bool = False  # mod, nag router: skipping tokens turn towards a learned direction
-    mod_blocks: str = "all"  # mod: blocks that take part: all, every second: alternate, or inner
+    mod_fallback: bool = False  # mod, nag router: skipping tokens rotate to a learned direction
+    mod_blocks: str = "all"  # mod: blocks with routers: all, alternate (every second) or inner
 
 
 # ------------------------------------------------------------------------------------------------

@@ -59,11 +59,11 @@ total_batch_tokens: int | None = None  # tokens per step; in place of gradient_a
 seed = 1337  # seed of initialisation, data order and dropout
 # optimizer
 optimizer = "adamw"  # adamw, or muon for the matrices and adamw for the rest
-learning_rate = 4e-3  # the peak
+learning_rate = 4e-3  # peak learning rate
 gate_lr: float | None = None  # peak for the residual's scalars and gates; None: learning_rate
-alpha_warmup_iters = 0  # nag: steps over which its rotations grow from none to full
+alpha_warmup_iters = 0  # nag: steps over which its rotations grow from zero to full
 bhyt_interval = 100  # bhyt, prenorm_approx: steps between refreshes of c
-weight_decay = 0.1  # of matrices and embeddings; nothing else decays
+weight_decay = 0.1  # for matrices and embeddings only
 beta1 = 0.9  # adamw
 beta2 = 0.95  # adamw
 grad_clip = 1.0  # largest norm of the whole gradient; 0: no clipping
@@ -72,7 +72,7 @@ wsd_share = 0.2  # wsd: share of the steps that decay
 warmup_iters = 50  # steps of linear warm-up
 warmup_share: float | None = None  # share of all steps, in place of warmup_iters
 lr_decay_iters: int | None = None  # step at which the learning rate reaches min_lr; None: the last
-min_lr: float | None = None  # where the learning rate ends; None: a tenth of learning_rate
+min_lr: float | None = None  # final learning rate; None: a tenth of learning_rate
 max_bad_steps = 5  # stop after this many steps in a row with a non-finite loss or gradient
 # fine-tuning
 sft_data: str | None = None  # conversations: a .jsonl in LIMA's format or a name on the hub
