@@ -71,7 +71,7 @@ class GPTConfig:
     mod_rate: float = 0.0  # mod: share of tokens that skip; 0: none, and no router
     mod_router: str = "nag"  # mod: the router: nag, learned or random
     mod_budget: str = "global"  # mod: mod_rate is over all sublayers (global) or in each (layer)
-    mod_fallback: bool = False  # mod, nag router: skipping tokens rotate to a learned direction
+    mod_fallback: bool = False  # mod, nag router: skipped tokens rotate towards a learned direction
     mod_blocks: str = "all"  # mod: blocks with routers: all, alternate (every second) or inner
 
 
