@@ -2048,11 +2048,13 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, tmp_p
     script("train.py", config, **sft, **adapt, out_dir=run)
     script("train.py", config, **sft, lora_rank=0, out_dir=full)
     first, *_, last = (r for r in log_of(run).records if r["val_loss"] is not None)
-    assert max(last["val_loss"], log_of(full).val_losses[-1]) < first["val_loss"] - 0.2
+    assert last["val_loss"] < first["val_loss"] - 0.02
+    assert log_of(full).val_losses[-1] < first["val_loss"] - 0.2
     state, (_, tuned) = checkpoint(run), lora.load_model(run)
-    assert state["config"] | {"block_size": 32} == checkpoint(base)["config"]
+    before = {"block_size": 32, "bhyt_context": None}
+    assert state["config"] | before == checkpoint(base)["config"]
     assert os.path.getsize(run / "ckpt.pt") < os.path.getsize(base / "ckpt.pt") / 2
-    assert all(name.endswith((".A", ".B", ".ramp")) for name in state["model"])
+    assert not {*state["model"]} & {name for name, _ in tuned.named_parameters()}
     windows = data_file.Windows(data, "val", 64)
     batches = data_file.eval_batches(windows, data_file.spread(windows, 512), 4, "cpu")
     forgot = model_file.evaluate(tuned, batches)
