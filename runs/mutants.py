@@ -142,7 +142,7 @@ def try_break(entry):
             command += ["-k", expression, f"--basetemp={folder}/tmp", "test_all.py"]
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-            failed = re.search(r"^FAILED test_all\.py::(\S+)", ran.stdout, re.M)
+            failed = re.search(r"^FAILED test_all\.py::(.+?)(?: - .*)?$", ran.stdout, re.M)
             if ran.returncode == 1 and failed:
                 caught = failed[1]
                 break
