@@ -3,7 +3,8 @@
 PYTHON ?= python3
 ARGS ?=
 RUN = .venv/bin/python
-DEVELOPMENT = pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.17.6 lm-eval==0.4.13
+DEVELOPMENT = pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.17.6
+HARNESS = lm-eval==0.4.13
 
 train: .venv/ready
 	$(RUN) prepare_c4.py
@@ -14,7 +15,7 @@ train: .venv/ready
 test: .venv/ready-to-test
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto -m "not slow" test_all.py test_slow.py
 
-slow: .venv/ready-to-test
+slow: .venv/ready-for-slow
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto -m slow test_all.py test_slow.py
 
 lint: .venv/ready-to-test
@@ -28,6 +29,10 @@ lint: .venv/ready-to-test
 
 .venv/ready-to-test: .venv/ready
 	.venv/bin/pip install --quiet $(DEVELOPMENT)
+	touch $@
+
+.venv/ready-for-slow: .venv/ready-to-test
+	.venv/bin/pip install --quiet $(HARNESS)
 	touch $@
 
 .PHONY: train test slow lint
