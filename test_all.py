@@ -973,8 +973,10 @@ def test_a_token_runs_or_skips_as_documented(changes):
             skips = skips + turn * u / rms(u)
             skips = skips / rms(skips)
         f = sublayer(h, (model.cos, model.sin)) if i % 2 == 0 else sublayer(h)
-        runs = residual.write(before, f, s * q if router.kind == "learned" else s).x
-        assert_close(after.x, torch.where(q >= router.tau, runs, skips), rtol=1e-6, atol=1e-6)
+        ran = residual.write(before, f, s * q if router.kind == "learned" else s)
+        assert_close(after.x, torch.where(q >= router.tau, ran.x, skips), rtol=1e-6, atol=1e-6)
+        if after.lane is not None and router.v is None:
+            assert_close(after.lane, torch.where(q >= router.tau, ran.lane, before.lane))
         shares.append((q < router.tau).double().mean().item())
     assert 0 < np.mean(shares) < 1
     assert depth.skipping(model, [(idx, idx)], [1])["skipped"] == pytest.approx(shares)
@@ -2051,8 +2053,7 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, tmp_p
     assert last["val_loss"] < first["val_loss"] - 0.02
     assert log_of(full).val_losses[-1] < first["val_loss"] - 0.2
     state, (_, tuned) = checkpoint(run), lora.load_model(run)
-    before = {"block_size": 32, "bhyt_context": None}
-    assert state["config"] | before == checkpoint(base)["config"]
+    assert state["config"] | {"block_size": 32, "bhyt_context": None} == checkpoint(base)["config"]
     assert os.path.getsize(run / "ckpt.pt") < os.path.getsize(base / "ckpt.pt") / 2
     assert not {*state["model"]} & {*dict(lora.load_model(base)[1].named_parameters())}
     windows = data_file.Windows(data, "val", 64)
