@@ -7,14 +7,23 @@ The additive family: how a sublayer F reads the residual stream x and writes its
     perinorm   x <- x + Norm_out(F(Norm_in(x)))          Kim et al. 2025, arXiv 2502.02732       (4)
     lns        x <- x + F(Norm(x) / sqrt(b + 1))         Sun et al. 2025, arXiv 2502.05795       (5)
     dyt        x <- x + F(gamma tanh(alpha x) + beta)    Zhu et al. 2025, arXiv 2503.10622       (6)
+    deepnorm   x <- Norm((2B)^(1/4) x + F(x))            Wang et al. 2022, arXiv 2203.00555      (7)
+    rezero     x <- x + a F(Norm(x)), a from 0           Bachlechner et al., arXiv 2003.04887    (8)
+    mixln      (2) in the first blocks, then (3)         Li et al. 2024, arXiv 2412.13795        (9)
+    x0mix      x <- lambda x + mu x_0 before each block, and (3) in it; x_0 = Norm(embedding)   (10)
+               the head reads Norm(x - nu x_m); x_m is the stream after block B // 2            (11)
 
-b is the 0-based block. Each mode has two small modules. The residual, one per sublayer, has read
-and write. The ends, one per model, turn the token embedding into a stream and the last stream into
-the hidden states that the head multiplies.
+b is the 0-based block, and B is n_layer. Each mode has two small modules. The residual, one per
+sublayer, has read and write. The ends, one per model, turn the token embedding into a stream and
+the last stream into the hidden states that the head multiplies.
 
 Differs from the papers:
 - Norms compute their statistics in float32, whatever the dtype of the stream.
 - DyT always has its beta, as in its release. The setting `bias` does not remove it.
+- ReZero has one a for each sublayer and a norm; the paper has one for each block and no norm.
+- x0mix comes from modded-nanogpt and nanochat (2024 to 2026), not from a paper. It starts as in
+  nanochat: lambda from 1.15 to 1.05 over the blocks, mu from 0.20 to 0.05, nu = 0.2. Its norms have
+  gains.
 """
 
 import math
@@ -43,6 +52,12 @@ def refuse(config, residual, **only):
     for setting, value in only.items():
         if getattr(config, setting) != value:
             raise ValueError(f"residual={residual!r} does not use {setting}: leave it at {value!r}")
+
+
+def mlps(block):
+    """The MLP of a block, or its experts and the MLP that all tokens pass if there is one."""
+    shared = getattr(block.mlp, "shared", None)
+    return [block.mlp] if shared is None else [block.mlp, shared]
 
 
 def gathered(x):
@@ -178,6 +193,23 @@ class DyTEnds(NoEnds):
         return self.norm(stream.x), head
 
 
+class X0Ends(PeriEnds):
+    def __init__(self, config):
+        super().__init__(config)
+        self.nu = nn.Parameter(torch.empty(1))
+
+    def reset_parameters(self):
+        nn.init.constant_(self.nu, 0.2)
+
+    def embed(self, e):
+        x_0 = self.norm_in(e)
+        return Stream(x_0, sources=(x_0,))  # and later x_m
+
+    def readout(self, stream, head):
+        x_m = stream.sources[1] if len(stream.sources) > 1 else stream.x
+        return self.norm((stream.x - self.nu * x_m).to(stream.x.dtype)), head  # Eq. 11
+
+
 # ------------------------------------------------------------------------------------------------
 # Residuals. `layer` is the 1-based sublayer: 2b + 1 for the attention of block b, 2b + 2 its MLP
 
@@ -253,6 +285,80 @@ class DyTResidual(PreNorm):
         self.norm = DyT(config.n_embd, config.dyt_alpha[(layer - 1) % 2])  # Eq. 6
 
 
+class DeepNorm(PostNorm):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        refuse(config, "deepnorm", init_out=None)  # because init_sublayers has its own scale
+        self.alpha = (2 * config.n_layer) ** 0.25
+
+    @staticmethod
+    def init_sublayers(block, config):
+        """Xavier times (8B)^(-1/4), for all matrices of a block but W_q and W_k."""
+        weights = [block.attn.wv.weight, block.attn.wo.weight]
+        weights += [w for mlp in mlps(block) for w in (mlp.up, mlp.gate, mlp.down) if w is not None]
+        for weight in (getattr(w, "weight", w) for w in weights):  # experts are (E, out, in)
+            std = (2 / (weight.size(-1) + weight.size(-2))) ** 0.5
+            nn.init.normal_(weight, std=std * (8 * config.n_layer) ** -0.25)
+
+    def write(self, stream, f, gate=1.0):
+        return stream._replace(x=self.norm(self.alpha * stream.x + gate * f))  # Eq. 7
+
+
+class ReZero(PreNorm):
+    init_out = "plain"
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.a = nn.Parameter(torch.empty(1))
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.a)
+
+    def write(self, stream, f, gate=1.0):
+        x = stream.x + gate * (self.a * f)  # Eq. 8
+        return stream._replace(x=x.to(stream.x.dtype))
+
+
+class MixLN(PreNorm):
+    settings = ("mixln_share",)
+    init_out = "plain"
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.post = (layer - 1) // 2 < config.mixln_share * config.n_layer
+
+    def read(self, stream):
+        return (stream.x if self.post else self.norm(stream.x)), stream
+
+    def write(self, stream, f, gate=1.0):
+        x = stream.x + gate * f
+        return stream._replace(x=self.norm(x) if self.post else x)  # Eq. 9
+
+
+class X0Mix(PreNorm):
+    ends = X0Ends
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        b = (layer - 1) // 2
+        depth = b / max(1, config.n_layer - 1)
+        self.starts = (1.15 - 0.10 * depth, 0.20 - 0.15 * depth)
+        self.mix = nn.Parameter(torch.empty(2)) if layer % 2 == 1 else None  # before each block
+        self.after_middle = b == config.n_layer // 2 + 1
+
+    def reset_parameters(self):
+        if self.mix is not None:
+            self.mix.copy_(torch.tensor(self.starts))
+
+    def read(self, stream):
+        if self.mix is not None:
+            x_0, x = stream.sources[0], stream.x
+            sources = (x_0, x) if self.after_middle else stream.sources
+            x = (self.mix[0] * x + self.mix[1] * x_0).to(x.dtype)  # Eq. 10
+            stream = stream._replace(x=x, sources=sources)
+        return self.norm(stream.x), stream
+
+
 RESIDUALS = {
     "none": NoSkip,
     "postnorm": PostNorm,
@@ -260,4 +366,8 @@ RESIDUALS = {
     "perinorm": PeriNorm,
     "lns": LNS,
     "dyt": DyTResidual,
+    "deepnorm": DeepNorm,
+    "rezero": ReZero,
+    "mixln": MixLN,
+    "x0mix": X0Mix,
 }
