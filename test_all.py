@@ -63,6 +63,7 @@ every_mode = pytest.mark.parametrize("residual", RESIDUALS)
 slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
 mean_square = lambda x: x.square().mean(-1, keepdim=True)
 rms = lambda x: mean_square(x).sqrt()
+unit = lambda x, dim=-1: x / x.norm(dim=dim, keepdim=True)
 centred = lambda x: x - x.mean(-1, keepdim=True)
 without_parallel = lambda f, x: f - x * (f * x).mean(-1, keepdim=True) / mean_square(x)
 golden = lambda name: {
@@ -241,22 +242,30 @@ class Formulas:
         y = self.linear(x, f"{at}.w{n}").unflatten(-1, (-1, self.c.n_embd // self.c.n_head))
         y = self.P[f"{at}.{n}_norm.gain"] * self.scaled(y) if self.c.qk_norm else y
         y = torch.complex(*y.chunk(2, -1)) * torch.exp(1j * self.angles(x.size(1)))[:, None]
-        return torch.cat([y.real, y.imag], -1)
+        y = torch.cat([y.real, y.imag], -1)
+        s = self.P.get(f"{at}.{n}_scale.s", self.P.get(f"{at}.q_scale.s"))  # of nGPT
+        return y if s is None else math.sqrt(x.size(-1)) * s.view(y.shape[2:]) * unit(y)
 
     def attn(self, x, at):
         q, k = (self.rotated(x, at, n) for n in "qk")
         v = self.linear(x, at + ".wv").unflatten(-1, k.shape[2:])
         group = [head * k.size(2) // q.size(2) for head in range(q.size(2))]
         future = torch.ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
-        scores = torch.einsum("bthd,bshd->bhts", q, k[:, :, group]) / math.sqrt(q.size(-1))
+        scores = torch.einsum("bthd,bshd->bhts", q, k[:, :, group])
+        scores = scores * q.size(-1) ** (0.5 if self.c.residual == "ngpt" else -0.5)
         p = scores.masked_fill(future, -math.inf).softmax(-1)
         y = torch.einsum("bhts,bshd->bthd", p, v[:, :, group])
         return self.linear(y.flatten(2), at + ".wo")
 
+    def hidden(self, x, at, name):
+        y, of_all = self.linear(x, f"{at}.{name}"), at.rpartition(".")[0]  # experts
+        s = self.P.get(f"{at}.{name}_scale.s", self.P.get(f"{of_all}.{name}_scale.s"))  # of nGPT
+        return y if s is None else math.sqrt(x.size(-1)) * s * y
+
     def one_mlp(self, x, at):
-        up, kind = self.linear(x, at + ".up"), self.c.activation
+        up, kind = self.hidden(x, at, "up"), self.c.activation
         if kind == "swiglu":
-            up = self.activations["silu"](self.linear(x, at + ".gate")) * up
+            up = self.activations["silu"](self.hidden(x, at, "gate")) * up
         return self.linear(up if kind == "swiglu" else self.activations[kind](up), at + ".down")
 
     def mlp(self, x, at):
@@ -304,6 +313,11 @@ def nag_end(m, R, W):
     return m.p("g_dec").exp() * r @ W.T / math.sqrt(m.c.n_embd)
 
 
+def ngpt_sublayer(m, h):
+    alpha = m.s * m.c.ngpt_alpha * math.sqrt(m.c.n_embd) * m.p("alpha").abs()
+    return unit(h + alpha * (unit(m.f(h)) - h))
+
+
 def predicting(norm, output_variance):
     """BHyT's variance v, measured before attention, and predicted before the MLP"""
 
@@ -336,6 +350,9 @@ EQUATIONS = {
         lambda m, x: x + m.s * without_parallel(m.f(m.norm(x)), x), end=final_norm
     ),
     "nag": Equation(nag_sublayer, lambda m, e: centred(e) * math.e ** m.p("g_enc", 0), nag_end),
+    "ngpt": Equation(
+        ngpt_sublayer, end=lambda m, h, W: math.sqrt(m.c.n_embd) * m.p("s_z") * (h @ W.T)
+    ),
     "bhyt_exact": Equation(lambda m, x: x + m.s * m.f(m.bounded(x)), end=bhyt_end),
     "bhyt": predicting(Formulas.bounded, lambda m: m.p("norm.lam") ** 2 * (1 - m.c.bhyt_p)),
     "prenorm_approx": predicting(Formulas.norm, lambda m: m.p("norm.gain").square().mean()),
@@ -395,6 +412,8 @@ def test_every_mode_equals_its_equation(residual):
     dict(residual="bhyt", bhyt_unit=True, n_head=4, n_kv_head=1, bhyt_context=8),
     dict(residual="bhyt", bhyt_lambda=(1.0, 0.5, 0.3), bhyt_p=0.9, norm_eps=0.1),
     dict(residual="bhyt_exact", bhyt_learned=False, bhyt_lambda=(1.0, 0.5, 0.3)),
+    dict(residual="ngpt", activation="swiglu", tied=False, n_head=4, n_kv_head=2, ngpt_alpha=0.3),
+    dict(residual="ngpt", activation="swiglu", moe_experts=4, moe_shared=24, n_hidden=16, bias=True),
 ])  # fmt: skip
 def test_model_equals_the_equations(changes):
     check_against_the_equations(**changes)
@@ -436,6 +455,53 @@ def test_modules_equal_the_goldens():
         ours = direction, norm, *torch.autograd.grad(direction, (r, f), z["grad_out"])
         keys = ("new_direction", "new_log_norm", "grad_direction", "grad_branch_out")
         assert_close(ours, tuple(z[key] for key in keys), rtol=0, atol=tolerance)
+
+
+def parameters_of_the_golden(z, kind):
+    """The tensors "kind.*" of the release of nGPT, under our names"""
+    stored = 1 / (z["base_scale"] * z["normalised.transformer.wte.weight"].size(1) ** 0.5)
+    stored = 1 / stored if kind == "grad" else stored  # 1, where base_scale is 1 / sqrt(n_embd)
+    names = {
+        "transformer.wte.weight": ["embed.weight"], "lm_head.weight": ["head.weight"],
+        "sz": ["ends.s_z"], "attn_alpha": ["attn_residual.alpha"],
+        "mlp_alpha": ["mlp_residual.alpha"], "sqk": ["attn.q_scale.s"],
+        "suv": ["mlp.up_scale.s", "mlp.gate_scale.s"],
+        "c_fc.weight": ["mlp.up.weight", "mlp.gate.weight"], "mlp_c_proj.weight": ["mlp.down.weight"],
+        "query.weight": ["attn.wq.weight"], "key.weight": ["attn.wk.weight"],
+        "value.weight": ["attn.wv.weight"], "att_c_proj.weight": ["attn.wo.weight"],
+    }  # fmt: skip
+    found = {}
+    for key, x in z.items():
+        if key.startswith(kind + "."):
+            block, name = re.fullmatch(rf"{kind}\.(?:transformer\.h\.(\d+)\.)?(.*)", key).groups()
+            x = x * stored if name in ("sz", "sqk", "attn_alpha", "mlp_alpha") else x
+            at = "" if block is None else f"blocks.{block}."
+            found |= {at + our: part for our, part in zip(names[name], x.chunk(len(names[name])))}
+    return found
+
+
+def test_ngpt_equals_the_golden_of_its_release():
+    z = golden("ngpt")
+    raw, normalised, grads = (parameters_of_the_golden(z, k) for k in ("raw", "normalised", "grad"))
+    (V, C), hidden = normalised["embed.weight"].shape, len(normalised["blocks.0.mlp.up.weight"])
+    shape = dict(n_layer=len(z["streams"]), n_head=int(z["n_head"]), n_embd=C, n_hidden=hidden)
+    shape |= dict(vocab_size=V, block_size=z["idx"].size(1), tied=False, activation="swiglu")
+    model = GPT(GPTConfig(residual="ngpt", **shape)).double().eval()
+    model.cos.fill_(1), model.sin.zero_()  # its positions are left out
+    ours = dict(model.named_parameters())
+    for state in (raw, normalised):  # the first one ends up as the second
+        assert state.keys() == ours.keys()
+        for name, p in ours.items():
+            p.data.copy_(state[name])
+        model.after_step()
+        assert_close({n: p.data for n, p in ours.items()}, normalised, rtol=1e-9, atol=1e-9)
+    streams = [after.x for *_, after in depth.walk(model, z["idx"])][1::2]
+    assert_close(torch.stack(streams), z["streams"], rtol=1e-9, atol=1e-9)
+    logits, _ = model(z["idx"])
+    loss = F.cross_entropy(logits.mT, z["targets"])  # the model's own is in float32
+    assert_close((logits, loss), (z["logits"], z["loss"]), rtol=1e-9, atol=1e-9)
+    found = dict(zip(ours, torch.autograd.grad(loss, [*ours.values()])))
+    assert_close(found, grads, rtol=1e-9, atol=1e-9)
 
 
 @cases("norm", [norms.RMSNorm(64), norms.LayerNorm(64), norms.DyT(64, 1.0)])
@@ -661,7 +727,7 @@ def test_attention_for_the_compiler_is_the_library_s(queries, keys):
     some = torch.randperm(keys)[:queries].sort().values  # some tokens, in order
     rows = torch.stack([some, torch.arange(keys)[-queries:]])  # and the last ones
     mask = (torch.arange(keys) <= rows[..., None])[:, None] if queries < keys else None
-    ours = cpu_attention(q, k, v, mask, 128)
+    ours = cpu_attention(q, k, v, mask, 128, 8**-0.5)
     theirs = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
     grads = [torch.autograd.grad((y * y.detach()).sum(), inputs) for y in (ours, theirs)]
     assert_close((ours, grads[0]), (theirs, grads[1]))
