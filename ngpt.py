@@ -161,7 +161,7 @@ class NGPT(nn.Module):
         return stream.x, stream
 
     def write(self, stream, f, gate=1.0):
-        h, f = upcast(stream.x), unit(upcast(f))
+        h, f = unit(upcast(stream.x)), unit(upcast(f))
         alpha = gate * self.start * self.root * self.alpha.abs()  # Eq. 6
         return stream._replace(x=unit(h + alpha * (f - h)).to(stream.x.dtype))  # Eq. 2
 
