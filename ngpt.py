@@ -7,12 +7,15 @@ unit(x) = x / |x|. d is n_embd, D = d / n_head. The product of two vectors is by
     weights    unit rows: embedding, head, W_q, W_k, W_v, W_up, W_gate, whose input is the stream
                unit columns: W_o, W_down, whose output is the stream
                restored after every optimizer step, and once at the start                       (1)
-    sublayer   h <- unit(h + |alpha| (unit(F(h)) - h)), alpha (d,) for each sublayer            (2)
+    sublayer   h <- unit(g + |alpha| (unit(F(h)) - g)) with g = unit(h), alpha (d,)             (2)
     attention  q <- s_qk unit(q) and k <- s_qk unit(k) for each head, after the rotation,
                and softmax(sqrt(D) q k^T) v                                                     (3)
     MLP        u <- sqrt(d) s_u u for u = W_up h, v <- sqrt(d) s_v v for v = W_gate h,
                and then W_down(u silu(v)), or W_down(act(u)) where there is no gate             (4)
     read out   logit_v = (s_z)_v <h, w_v>                                                       (5)
+
+h is a unit vector, so g equals h up to rounding and dropout. As in the release, (2) still divides
+by |h|. This changes only the gradient of the embedding, whose rows enter the stream as they are.
 
 Adam's steps have the size of the learning rate, so a parameter's size sets how fast it can change.
 alpha, s_qk and s_z are stored near 1 / sqrt(d), the size of a matrix entry, and used as
@@ -29,7 +32,9 @@ Adapters (lora.py): (1) skips frozen weights and the adapters. A merged matrix i
 is used as it is; training that goes on from it restores (1) after the first step.
 
 Differs from the paper and its release:
-- (3) rotates as attention.py does. The released rotary embedding is not a rotation.
+- (3) rotates as attention.py does. The released rotary embedding is not a rotation. s_qk comes
+  after the rotation, as in the release: where it differs within a rotated pair of features, scores
+  depend on the absolute positions too.
 - With grouped queries, query heads and key heads have an s_qk each; the paper has no such heads.
 - (4) has sqrt(d) on u too, as in the release; the paper has it on v only.
 - ngpt_alpha is 0.05 at any depth, as in the release; the paper's text has 1 / n_layer.
@@ -90,7 +95,9 @@ def mlps(block):
 
 def matrices(model):
     """Yield (weight, axis of the stream) for every matrix of Eq. 1."""
-    readers, writers = [model.embed, model.head], []
+    readers, writers = [model.embed], []
+    if not model.config.tied:
+        readers.append(model.head)
     for block in model.blocks:
         attn = block.attn
         readers += [attn.wq, attn.wk, attn.wv]
@@ -161,9 +168,9 @@ class NGPT(nn.Module):
         return stream.x, stream
 
     def write(self, stream, f, gate=1.0):
-        h, f = unit(upcast(stream.x)), unit(upcast(f))
+        g, f = unit(upcast(stream.x)), unit(upcast(f))
         alpha = gate * self.start * self.root * self.alpha.abs()  # Eq. 6
-        return stream._replace(x=unit(h + alpha * (f - h)).to(stream.x.dtype))  # Eq. 2
+        return stream._replace(x=unit(g + alpha * (f - g)).to(stream.x.dtype))  # Eq. 2
 
 
 RESIDUALS = {"ngpt": NGPT}

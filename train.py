@@ -266,8 +266,8 @@ try:
 except ValueError as error:
     fail(error)
 
-recipe = {"weight_decay": 0.1, "warmup_iters": 50}  # of modes that have none of their own
-recipe = getattr(RESIDUALS[config.residual], "recipe", recipe)
+recipe = {"weight_decay": 0.1, "warmup_iters": 50}  # unless the mode has its own
+recipe |= getattr(RESIDUALS[config.residual], "recipe", {})
 weight_decay = recipe["weight_decay"] if weight_decay is None else weight_decay
 warmup_iters = recipe["warmup_iters"] if warmup_iters is None else warmup_iters
 tokens_per_step, sequences, micro_steps = divide_batch()
