@@ -23,6 +23,9 @@ alpha, s_qk and s_z are stored near 1 / sqrt(d), the size of a matrix entry, and
     alpha = ngpt_alpha sqrt(d) alpha^,  s_qk = sqrt(d) s_qk^,  s_z = sqrt(d) s_z^               (6)
     where alpha^, s_qk^ and s_z^ start at 1 / sqrt(d); s_u and s_v start at 1
 
+A step of Adam thus changes s_z by about sqrt(d) times the learning rate, and logits start in
+[-1, 1]. In short runs this limits the loss; a higher gate_lr, the rate of s_z and alpha, helps.
+
 There is no norm with a gain, no weight decay and no warm-up. The gate of mod.py and branch_scale
 multiply alpha, because (2) would remove them from F. "The stream" of depth.py is h, of norm 1.
 Biases and the routers of mod.py and moe.py are not on the sphere. Experts share one s_u and s_v;
@@ -51,6 +54,7 @@ from norms import NoEnds, refuse, upcast
 
 
 def unit(x, dim=-1):
+    """x / |x| along dim, in the dtype of x"""
     x_float = upcast(x)
     square = x_float.square().sum(dim, keepdim=True)
     return (x_float * torch.rsqrt(square.clamp(min=1e-12))).to(x.dtype)
@@ -145,7 +149,7 @@ class NGPT(nn.Module):
         super().__init__()
         self.alpha = nn.Parameter(torch.empty(config.n_embd))
         self.root = math.sqrt(config.n_embd)
-        self.start = config.ngpt_alpha
+        self.factor = config.ngpt_alpha * self.root
 
     def reset_parameters(self):
         nn.init.constant_(self.alpha, 1 / self.root)
@@ -159,7 +163,7 @@ class NGPT(nn.Module):
         if attn.n_kv_head != attn.n_head:
             attn.k_scale = UnitHeads(attn.n_kv_head, config)
         for mlp in mlps(block):
-            hidden = getattr(mlp.up, "weight", mlp.up).size(-2)
+            hidden = getattr(mlp.up, "weight", mlp.up).size(-2)  # of (hidden, d) or (E, hidden, d)
             mlp.up_scale = HiddenScale(hidden, config)
             if mlp.gate is not None:
                 mlp.gate_scale = HiddenScale(hidden, config)
@@ -169,7 +173,7 @@ class NGPT(nn.Module):
 
     def write(self, stream, f, gate=1.0):
         g, f = unit(upcast(stream.x)), unit(upcast(f))
-        alpha = gate * self.start * self.root * self.alpha.abs()  # Eq. 6
+        alpha = gate * self.factor * self.alpha.abs()  # Eq. 6
         return stream._replace(x=unit(g + alpha * (f - g)).to(stream.x.dtype))  # Eq. 2
 
 
