@@ -83,12 +83,14 @@ class Attention(nn.Module):
         self.wo = nn.Linear(self.n_head * D, C, bias)
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_scale = self.k_scale = nn.Identity()  # unless the mode has its own
+        self.softmax_scale = 1 / math.sqrt(D)
 
     def query(self, h, rope):
-        return rotary(self.q_norm(self.heads(self.wq(h))), rope)  # (B, H, T, D)
+        return self.q_scale(rotary(self.q_norm(self.heads(self.wq(h))), rope))  # (B, H, T, D)
 
     def key_value(self, h, rope):
-        k = rotary(self.k_norm(self.heads(self.wk(h))), rope)
+        k = self.k_scale(rotary(self.k_norm(self.heads(self.wk(h))), rope))
         return k, self.heads(self.wv(h))  # (B, G, T, D) each
 
     def heads(self, x):
@@ -120,16 +122,17 @@ class Attention(nn.Module):
         q = self.query(h, rope).to(k.dtype)
         dropout = self.dropout * self.training
         if torch.compiler.is_compiling() and q.device.type == "cpu" and not dropout:
-            y = cpu_attention(q, k, v, mask, 128 if cache is None else k.size(2))
+            chunk = 128 if cache is None else k.size(2)
+            y = cpu_attention(q, k, v, mask, chunk, self.softmax_scale)
         else:
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
-                enable_gqa=self.n_kv_head != self.n_head,
+                scale=self.softmax_scale, enable_gqa=self.n_kv_head != self.n_head,
             )  # fmt: skip
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
-def cpu_attention(q, k, v, mask, chunk):
+def cpu_attention(q, k, v, mask, chunk, scale):
     """Eq. 2 in plain operations that the compiler can fuse: twice as fast as SDPA on a CPU.
 
     q (B, H, n, D), k and v (B, G, T, D) -> (B, H, n, D). A mask of None means causal. Queries run
@@ -145,6 +148,6 @@ def cpu_attention(q, k, v, mask, chunk):
     for start, end in zip(cuts, cuts[1:]):
         keys = torch.sym_min(T, -(-(T - n + end) // 32) * 32)
         seen = at[:keys] <= at[start:end, None] if mask is None else mask[..., start:end, :keys]
-        scores = norms.upcast(q[:, :, start:end] @ k[:, :, :keys].mT) * q.size(3) ** -0.5
+        scores = norms.upcast(q[:, :, start:end] @ k[:, :, :keys].mT) * scale
         out.append(scores.masked_fill(~seen, -math.inf).softmax(-1).to(q.dtype) @ v[:, :, :keys])
     return torch.cat(out, 2)

@@ -186,6 +186,7 @@ def stepper(config, precision=None, compile=True, fused=True, **attributes):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        model.after_step()
         optimizer.zero_grad(set_to_none=True)
 
     return step, model, optimizer

@@ -70,7 +70,7 @@ def sink(attention, h, rope):
     """Attention weight on the first token, averaged over heads and over all later queries."""
     q, (k, _) = attention.query(h, rope), attention.key_value(h, rope)
     k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
-    scores = upcast(q @ k.mT) / q.size(-1) ** 0.5  # (B, H, T, T)
+    scores = upcast(q @ k.mT) * attention.softmax_scale  # (B, H, T, T)
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=h.device).triu(1)
     return scores.masked_fill(future, -torch.inf).softmax(-1)[:, :, 1:, 0].mean()
 

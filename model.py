@@ -19,11 +19,12 @@ import bhyt
 import mod
 import moe
 import nag
+import ngpt
 import norms
 from attention import Attention, gather_rows, rotary_table
 from norms import pick
 
-RESIDUALS = {**norms.RESIDUALS, **nag.RESIDUALS, **bhyt.RESIDUALS}  # name: class
+RESIDUALS = {**norms.RESIDUALS, **nag.RESIDUALS, **bhyt.RESIDUALS, **ngpt.RESIDUALS}  # name: class
 
 
 @dataclass
@@ -62,6 +63,7 @@ class GPTConfig:
     nag_orthogonal: bool = True  # nag: remove the part of an update along the stream
     nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: a constant
     nag_first_logits: float | None = 0.75  # nag: std of initial logits; None: logits / d
+    ngpt_alpha: float = 0.05  # ngpt: first step from the stream towards a sublayer's output
     moe_experts: int = 0  # experts in place of each MLP; 0: one MLP
     moe_top_k: int = 2  # moe: experts per token
     moe_shared: int = 0  # moe: width of an expert that all tokens use; 0: none
@@ -94,11 +96,12 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.n_embd, hidden, config.bias)
         self.gate = nn.Linear(config.n_embd, hidden, config.bias) if gated else None
         self.down = nn.Linear(hidden, config.n_embd, config.bias)
+        self.up_scale = self.gate_scale = nn.Identity()  # unless the mode has its own
 
     def forward(self, h):
         if self.gate is None:
-            return self.down(self.act(self.up(h)))
-        return self.down(self.act(self.gate(h)) * self.up(h))
+            return self.down(self.act(self.up_scale(self.up(h))))
+        return self.down(self.act(self.gate_scale(self.gate(h))) * self.up_scale(self.up(h)))
 
 
 def make_mlp(config):
@@ -125,6 +128,8 @@ class Block(nn.Module):
         residual = pick(RESIDUALS, config.residual, "residual")
         self.attn, self.attn_residual = Attention(config), residual(config, 2 * b + 1)
         self.mlp, self.mlp_residual = make_mlp(config), residual(config, 2 * b + 2)
+        if hasattr(residual, "equip"):
+            residual.equip(self, config)
         on_attention, on_mlp = routed(config, b)
         self.attn_router = (
             mod.Router(config, self.attn_residual, 2 * b + 1) if on_attention else None
@@ -176,6 +181,7 @@ class GPT(nn.Module):
         for name, table in zip(("cos", "sin"), rotary_table(config, None)):
             self.register_buffer(name, table, persistent=False)
         self.init_weights()
+        self.after_step()
         self.refresh()
 
     def forward(self, idx, targets=None, docs=None, cache=None, last=False):
@@ -267,6 +273,11 @@ class GPT(nn.Module):
         for block in self.blocks:
             if hasattr(block.attn_residual, "refresh"):
                 block.attn_residual.refresh(block.attn)
+
+    def after_step(self):
+        """What a mode does to its weights after every optimizer step, such as nGPT's Eq. 1."""
+        if hasattr(self.ends, "after_step"):
+            self.ends.after_step(self)
 
     def param_groups(self):
         """Parameter names by optimizer group. The owning module decides, never the name.

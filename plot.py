@@ -43,6 +43,7 @@ COLOURS = {
     "prenorm": "#000000", "perinorm": "#0072B2", "postnorm": "#D55E00", "lns": "#009E73",
     "dyt": "#E69F00", "none": "#CC79A7", "nag": "#56B4E9", "orthogonal": "#999999",
     "bhyt": "#882255", "bhyt_exact": "#AA4499", "prenorm_approx": "#666666",
+    "ngpt": "#332288",
 }  # fmt: skip
 LOSS = "validation loss (nats a token)"
 

@@ -63,13 +63,13 @@ learning_rate = 4e-3  # peak learning rate
 gate_lr: float | None = None  # peak for the residual's scalars and gates; None: learning_rate
 alpha_warmup_iters = 0  # nag: steps over which its rotations grow from zero to full
 bhyt_interval = 100  # bhyt, prenorm_approx: steps between refreshes of c
-weight_decay = 0.1  # for matrices and embeddings only
+weight_decay: float | None = None  # for matrices and embeddings; None: what suits the mode
 beta1 = 0.9  # adamw
 beta2 = 0.95  # adamw
 grad_clip = 1.0  # largest norm of the whole gradient; 0: no clipping
 schedule = "cosine"  # decay of the learning rate: cosine, or wsd: linear over the last wsd_share
 wsd_share = 0.2  # wsd: share of the steps that decay
-warmup_iters = 50  # steps of linear warm-up
+warmup_iters: int | None = None  # steps of linear warm-up; None: what suits the mode
 warmup_share: float | None = None  # share of all steps, in place of warmup_iters
 lr_decay_iters: int | None = None  # step at which the learning rate reaches min_lr; None: the last
 min_lr: float | None = None  # final learning rate; None: a tenth of learning_rate
@@ -266,6 +266,10 @@ try:
 except ValueError as error:
     fail(error)
 
+recipe = {"weight_decay": 0.1, "warmup_iters": 50}  # unless the mode has its own
+recipe |= getattr(RESIDUALS[config.residual], "recipe", {})
+weight_decay = recipe["weight_decay"] if weight_decay is None else weight_decay
+warmup_iters = recipe["warmup_iters"] if warmup_iters is None else warmup_iters
 tokens_per_step, sequences, micro_steps = divide_batch()
 train_windows, val_windows, pretraining = open_data()
 data_sha256 = {"train": train_windows.sha256, "val": val_windows.sha256}
@@ -376,7 +380,8 @@ def run_header():
     if lora_rank:
         counts["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     resolved = {
-        "init_out": init_out(config), "gate_lr": learning_rate if gate_lr is None else gate_lr,
+        "init_out": init_out(config), "weight_decay": weight_decay, "warmup_iters": warmup_iters,
+        "gate_lr": learning_rate if gate_lr is None else gate_lr,
         "min_lr": 0.1 * learning_rate if min_lr is None else min_lr, "dtype": dtype,
         "compile": compile, "sequences": sequences, "micro_steps": micro_steps,
         "eval_windows": len(val_indices),
@@ -600,6 +605,8 @@ while not finished() and not stopped:
         if good:  # an update cannot be undone, so skip it if the loss or gradient is not finite
             opt.step()
         opt.zero_grad(set_to_none=True)
+    if good:
+        model.after_step()
     step, flops = step + 1, flops + flops_per_step
     load = balance_load()
     busy += time.perf_counter() - began

@@ -1,0 +1,180 @@
+"""
+nGPT, the normalised transformer: the stream and the matrices live on the unit sphere
+(Loshchilov et al. 2024, arXiv 2410.01131).
+
+unit(x) = x / |x|. d is n_embd, D = d / n_head. The product of two vectors is by element.
+
+    weights    unit rows: embedding, head, W_q, W_k, W_v, W_up, W_gate, whose input is the stream
+               unit columns: W_o, W_down, whose output is the stream
+               restored after every optimizer step, and once at the start                       (1)
+    sublayer   h <- unit(g + |alpha| (unit(F(h)) - g)) with g = unit(h), alpha (d,)             (2)
+    attention  q <- s_qk unit(q) and k <- s_qk unit(k) for each head, after the rotation,
+               and softmax(sqrt(D) q k^T) v                                                     (3)
+    MLP        u <- sqrt(d) s_u u for u = W_up h, v <- sqrt(d) s_v v for v = W_gate h,
+               and then W_down(u silu(v)), or W_down(act(u)) where there is no gate             (4)
+    read out   logit_v = (s_z)_v <h, w_v>                                                       (5)
+
+h is a unit vector, so g equals h up to rounding and dropout. As in the release, (2) still divides
+by |h|. This changes only the gradient of the embedding, whose rows enter the stream as they are.
+
+Adam's steps have the size of the learning rate, so a parameter's size sets how fast it can change.
+alpha, s_qk and s_z are stored near 1 / sqrt(d), the size of a matrix entry, and used as
+
+    alpha = ngpt_alpha sqrt(d) alpha^,  s_qk = sqrt(d) s_qk^,  s_z = sqrt(d) s_z^               (6)
+    where alpha^, s_qk^ and s_z^ start at 1 / sqrt(d); s_u and s_v start at 1
+
+A step of Adam thus changes s_z by about sqrt(d) times the learning rate, and logits start in
+[-1, 1]. In short runs this limits the loss; a higher gate_lr, the rate of s_z and alpha, helps.
+
+There is no norm with a gain, no weight decay and no warm-up. The gate of mod.py and branch_scale
+multiply alpha, because (2) would remove them from F. "The stream" of depth.py is h, of norm 1.
+Biases and the routers of mod.py and moe.py are not on the sphere. Experts share one s_u and s_v;
+a shared expert has its own.
+
+Adapters (lora.py): (1) skips frozen weights and the adapters. A merged matrix is off the sphere and
+is used as it is; training that goes on from it restores (1) after the first step.
+
+Differs from the paper and its release:
+- (3) rotates as attention.py does. The released rotary embedding is not a rotation. s_qk comes
+  after the rotation, as in the release: where it differs within a rotated pair of features, scores
+  depend on the absolute positions too.
+- With grouped queries, query heads and key heads have an s_qk each; the paper has no such heads.
+- (4) has sqrt(d) on u too, as in the release; the paper has it on v only.
+- ngpt_alpha is 0.05 at any depth, as in the release; the paper's text has 1 / n_layer.
+- Embedding and head are tied unless tied=False is given; the paper's are not tied.
+- unit(x) divides by 1e-6 where |x| is smaller. Statistics are float32.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from norms import NoEnds, refuse, upcast
+
+
+def unit(x, dim=-1):
+    """x / |x| along dim, in the dtype of x"""
+    x_float = upcast(x)
+    square = x_float.square().sum(dim, keepdim=True)
+    return (x_float * torch.rsqrt(square.clamp(min=1e-12))).to(x.dtype)
+
+
+class UnitHeads(nn.Module):
+    """Eq. 3 for the queries or keys x (B, heads, T, D)"""
+
+    def __init__(self, heads, config):
+        super().__init__()
+        D = config.n_embd // config.n_head
+        self.s = nn.Parameter(torch.empty(heads * D))
+        self.heads, self.root = heads, math.sqrt(config.n_embd)
+
+    def reset_parameters(self):
+        nn.init.constant_(self.s, 1 / self.root)
+
+    def forward(self, x):
+        s = self.root * self.s.view(self.heads, 1, -1)  # (heads, 1, D)
+        return (s * unit(upcast(x))).to(x.dtype)
+
+
+class HiddenScale(nn.Module):
+    """Eq. 4 for u or v (..., hidden)"""
+
+    def __init__(self, hidden, config):
+        super().__init__()
+        self.s = nn.Parameter(torch.empty(hidden))
+        self.root = math.sqrt(config.n_embd)
+
+    def reset_parameters(self):
+        nn.init.ones_(self.s)
+
+    def forward(self, u):
+        return (self.root * self.s * u).to(u.dtype)
+
+
+def mlps(block):
+    shared = getattr(block.mlp, "shared", None)  # of experts
+    return [block.mlp] if shared is None else [block.mlp, shared]
+
+
+def matrices(model):
+    """Yield (weight, axis of the stream) for every matrix of Eq. 1."""
+    readers, writers = [model.embed], []
+    if not model.config.tied:
+        readers.append(model.head)
+    for block in model.blocks:
+        attn = block.attn
+        readers += [attn.wq, attn.wk, attn.wv]
+        writers += [attn.wo]
+        for mlp in mlps(block):
+            readers += [mlp.up] if mlp.gate is None else [mlp.up, mlp.gate]
+            writers += [mlp.down]
+    for modules, axis in ((readers, -1), (writers, -2)):
+        for module in modules:
+            yield getattr(module, "weight", module), axis  # experts are a parameter (E, out, in)
+
+
+class NGPTEnds(NoEnds):
+    def __init__(self, config):
+        super().__init__(config)
+        refuse(config, "ngpt", norm="rms", init_out=None)  # Eqs. 1 and 2 remove any scale
+        if not config.qk_norm:
+            refuse(config, "ngpt", norm_eps=1e-6)
+        if not 0 < config.ngpt_alpha <= 1:
+            raise ValueError(f"ngpt_alpha={config.ngpt_alpha}: give a step, 0 < alpha <= 1")
+        self.s_z = nn.Parameter(torch.empty(config.vocab_size))
+        self.root = math.sqrt(config.n_embd)
+
+    def reset_parameters(self):
+        nn.init.constant_(self.s_z, 1 / self.root)
+
+    def readout(self, stream, head):
+        return stream.x, self.root * self.s_z[:, None] * head  # Eq. 5
+
+    @torch.no_grad()
+    def after_step(self, model):
+        """Eq. 1, in place. A sharded weight is a DTensor, which sums its columns over all ranks."""
+        for weight, axis in matrices(model):
+            if weight.requires_grad:
+                weight.copy_(unit(weight, axis))
+
+
+class NGPT(nn.Module):
+    settings = ("ngpt_alpha",)
+    ends = NGPTEnds
+    init_out = "plain"
+    recipe = {"weight_decay": 0.0, "warmup_iters": 0}  # where train.py's settings are None
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.empty(config.n_embd))
+        self.root = math.sqrt(config.n_embd)
+        self.factor = config.ngpt_alpha * self.root
+
+    def reset_parameters(self):
+        nn.init.constant_(self.alpha, 1 / self.root)
+
+    @staticmethod
+    def equip(block, config):
+        """Give the attention and the MLPs of a block the scales of Eqs. 3 and 4."""
+        attn = block.attn
+        attn.softmax_scale = math.sqrt(config.n_embd // config.n_head)
+        attn.q_scale = attn.k_scale = UnitHeads(attn.n_head, config)
+        if attn.n_kv_head != attn.n_head:
+            attn.k_scale = UnitHeads(attn.n_kv_head, config)
+        for mlp in mlps(block):
+            hidden = getattr(mlp.up, "weight", mlp.up).size(-2)  # of (hidden, d) or (E, hidden, d)
+            mlp.up_scale = HiddenScale(hidden, config)
+            if mlp.gate is not None:
+                mlp.gate_scale = HiddenScale(hidden, config)
+
+    def read(self, stream):
+        return stream.x, stream
+
+    def write(self, stream, f, gate=1.0):
+        g, f = unit(upcast(stream.x)), unit(upcast(f))
+        alpha = gate * self.factor * self.alpha.abs()  # Eq. 6
+        return stream._replace(x=unit(g + alpha * (f - g)).to(stream.x.dtype))  # Eq. 2
+
+
+RESIDUALS = {"ngpt": NGPT}
