@@ -51,6 +51,7 @@ class GPTConfig:
     init_out: str | None = None  # output projections: scaled, plain or zero; None: mode's default
     branch_scale: str = "one"  # factor on sublayer outputs: one, or depth for 1/sqrt(n_layer)
     dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: initial alpha before attention, MLP and head
+    mixln_share: float = 0.25  # mixln: share of the blocks that are post-norm, from the first one
     bhyt_p: float = 0.99  # bhyt: share of a token's features that must stay below lambda
     bhyt_lambda: tuple = (2.0, 1.0, 0.0)  # bhyt: initial lambda at these places; head 0: RMSNorm
     bhyt_learned: bool = True  # bhyt: learn lambda
@@ -257,6 +258,9 @@ class GPT(nn.Module):
             else:
                 continue
             done.update(module.parameters(recurse=False))
+        if hasattr(RESIDUALS[config.residual], "init_sublayers"):
+            for block in self.blocks:
+                RESIDUALS[config.residual].init_sublayers(block, config)
         left = [name for name, p in self.named_parameters() if p not in done]
         if left:
             names = ", ".join(left)
@@ -405,6 +409,7 @@ def check(config):
         (H % G == 0, f"n_head={H} query heads do not divide over n_kv_head={G}"),
         (len(c.dyt_alpha) == 3, f"dyt_alpha={c.dyt_alpha!r}: give three starts"),
         (lambdas, f"bhyt_lambda={c.bhyt_lambda!r}: give three starts, the first two above 0"),
+        (0 <= c.mixln_share <= 1, f"mixln_share={c.mixln_share}: give a share, 0 to 1"),
         (0 <= c.bhyt_p < 1, f"bhyt_p={c.bhyt_p}: give 0 <= p < 1"),
         (0 <= c.mod_rate < 1, f"mod_rate={c.mod_rate}: give 0 <= rate < 1"),
         (

@@ -50,7 +50,7 @@ import math
 import torch
 from torch import nn
 
-from norms import NoEnds, refuse, upcast
+from norms import NoEnds, mlps, refuse, upcast
 
 
 def unit(x, dim=-1):
@@ -90,11 +90,6 @@ class HiddenScale(nn.Module):
 
     def forward(self, u):
         return (self.root * self.s * u).to(u.dtype)
-
-
-def mlps(block):
-    shared = getattr(block.mlp, "shared", None)  # of experts
-    return [block.mlp] if shared is None else [block.mlp, shared]
 
 
 def matrices(model):

@@ -43,7 +43,8 @@ COLOURS = {
     "prenorm": "#000000", "perinorm": "#0072B2", "postnorm": "#D55E00", "lns": "#009E73",
     "dyt": "#E69F00", "none": "#CC79A7", "nag": "#56B4E9", "orthogonal": "#999999",
     "bhyt": "#882255", "bhyt_exact": "#AA4499", "prenorm_approx": "#666666",
-    "ngpt": "#332288",
+    "ngpt": "#332288", "deepnorm": "#999933", "rezero": "#DDCC77", "mixln": "#CC6677",
+    "x0mix": "#117733",
 }  # fmt: skip
 LOSS = "validation loss (nats a token)"
 
