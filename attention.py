@@ -146,7 +146,7 @@ def cpu_attention(q, k, v, mask, chunk, scale):
     chunks = -(-T // chunk)  # from T alone: n changes during training, and this count must not
     cuts = [i * n // chunks // 16 * 16 for i in range(chunks)] + [n]
     for start, end in zip(cuts, cuts[1:]):
-        keys = torch.sym_min(T, -(-(T - n + end) // 32) * 32)
+        keys = T - (n - end) // 32 * 32
         seen = at[:keys] <= at[start:end, None] if mask is None else mask[..., start:end, :keys]
         scores = norms.upcast(q[:, :, start:end] @ k[:, :, :keys].mT) * scale
         out.append(scores.masked_fill(~seen, -math.inf).softmax(-1).to(q.dtype) @ v[:, :, :keys])

@@ -137,13 +137,13 @@ class PreNormApprox(PreNorm):
 
     def read(self, stream):
         v = upcast(stream.x).square().mean(-1, keepdim=True) if stream.lane is None else stream.lane
-        return self.norm(stream.x, v), stream._replace(lane=v)
+        return self.norm(stream.x, v), stream.replace(lane=v)
 
     def write(self, stream, f, gate=1.0):
         if not self.first:
-            return stream._replace(x=stream.x + gate * f, lane=None)
+            return stream.replace(x=stream.x + gate * f, lane=None)
         lane = stream.lane + gate * gate * self.c * self.output_variance()  # Eq. 3 or 5
-        return stream._replace(x=stream.x + gate * f, lane=lane)
+        return stream.replace(x=stream.x + gate * f, lane=lane)
 
 
 class BHyT(PreNormApprox):

@@ -141,7 +141,7 @@ class Router(nn.Module):
             return residual.write(stream, torch.where(runs, f, self.v.to(f.dtype)), scale, **known)
         new = residual.write(stream, f, scale * q if self.learned else scale, **known)
         lane = None if new.lane is None else torch.where(runs, new.lane, stream.lane)
-        return new._replace(x=torch.where(runs, new.x.to(stream.x.dtype), stream.x), lane=lane)
+        return new.replace(x=torch.where(runs, new.x.to(stream.x.dtype), stream.x), lane=lane)
 
     @torch.no_grad()
     def count(self, q):

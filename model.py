@@ -224,7 +224,7 @@ class GPT(nn.Module):
         e = self.drop(self.embed(idx))
         if self.config.bf16_stream and torch.is_autocast_enabled(e.device.type):
             e = e.bfloat16()
-        return self.ends.embed(e)._replace(at=at[:, None])
+        return self.ends.embed(e).replace(at=at[:, None])
 
     @torch.no_grad()
     def init_weights(self):

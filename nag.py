@@ -204,7 +204,7 @@ class NAG(nn.Module):
     def write(self, stream, f, gate=1.0, turn=None):
         turn = self.turn(stream.x) if turn is None else turn  # mod.py passes the turn of its router
         x, lane = rotate(stream.x, stream.lane, f, gate * turn, **self.parts)
-        return stream._replace(x=x, lane=lane)
+        return stream.replace(x=x, lane=lane)
 
 
 class Orthogonal(PreNorm):
@@ -213,7 +213,7 @@ class Orthogonal(PreNorm):
     def write(self, stream, f, gate=1.0):
         x, f = upcast(stream.x), upcast(f)
         c = (f * x).sum(-1, keepdim=True) / (x.square().sum(-1, keepdim=True) + 1e-12)  # Eq. 3
-        return stream._replace(x=stream.x + (gate * (f - c * x)).to(stream.x.dtype))
+        return stream.replace(x=stream.x + (gate * (f - c * x)).to(stream.x.dtype))
 
 
 RESIDUALS = {"nag": NAG, "orthogonal": Orthogonal}

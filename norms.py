@@ -39,6 +39,11 @@ class Stream(NamedTuple):
     lane: Tensor | None = None  # (B, T, 1) float32: extra state of the mode, such as NAG's log norm
     at: Tensor | None = None  # (T, 1) positions of the tokens
 
+    def replace(self, **new):
+        """A copy with new fields. torch 2.11 does not compile NamedTuple._replace."""
+        fields = zip(self._fields, self)
+        return Stream(*[new.get(name, old) for name, old in fields])
+
 
 def pick(table, name, setting):
     """Look up table[name]. An unknown name raises an error that lists the known ones."""
@@ -227,7 +232,7 @@ class PreNorm(nn.Module):
         return self.norm(stream.x), stream
 
     def write(self, stream, f, gate=1.0):  # gate: a number or a tensor (B, T, 1) that multiplies f
-        return stream._replace(x=stream.x + gate * f)  # Eq. 3
+        return stream.replace(x=stream.x + gate * f)  # Eq. 3
 
 
 class PostNorm(PreNorm):
@@ -238,7 +243,7 @@ class PostNorm(PreNorm):
         return stream.x, stream
 
     def write(self, stream, f, gate=1.0):
-        return stream._replace(x=self.norm(stream.x + gate * f))  # Eq. 2
+        return stream.replace(x=self.norm(stream.x + gate * f))  # Eq. 2
 
 
 class NoSkip(PostNorm):
@@ -247,7 +252,7 @@ class NoSkip(PostNorm):
         refuse(config, "none", branch_scale="one")  # there is no skip to scale the branch against
 
     def write(self, stream, f, gate=1.0):
-        return stream._replace(x=(gate * self.norm(f)).to(stream.x.dtype))  # Eq. 1
+        return stream.replace(x=(gate * self.norm(f)).to(stream.x.dtype))  # Eq. 1
 
 
 class PeriNorm(PreNorm):
@@ -259,7 +264,7 @@ class PeriNorm(PreNorm):
         self.norm_out = make_norm(config)
 
     def write(self, stream, f, gate=1.0):
-        return stream._replace(x=stream.x + gate * self.norm_out(f))  # Eq. 4
+        return stream.replace(x=stream.x + gate * self.norm_out(f))  # Eq. 4
 
 
 class LNS(PreNorm):

@@ -2169,8 +2169,8 @@ def test_figures_interpolate_a_target_and_begin_each_router_at_the_dense_run(mon
     assert both[0].get_ylabel() == "million tokens to a loss of 2.000"
     runs = []
     for on, rate, router, loss in (
-        ("none", 0, "nag", 1), ("both", 0.4, "nag", 5), ("both", 0.4, "learned", 4),
-        ("mlp", 0.4, "learned", 2),
+        ("none", 0, "nag", 1), ("both", 0.4, "nag", 5), ("mlp", 0.4, "learned", 2),
+        ("both", 0.4, "learned", 3), ("both", 0.4, "learned", 5),  # two seeds: their mean is drawn
     ):  # fmt: skip
         settings = dict(residual="nag", mod_on=on, mod_rate=rate, mod_router=router)
         runs.append((settings, [loss]))

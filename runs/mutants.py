@@ -156,9 +156,11 @@ def main(names):
         assert (ROOT / file).read_text().count(before) == 1, f"{name}: {file} has changed"
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         records = list(pool.map(try_break, chosen))
+    out = ROOT / "results" / "mutants.json"
+    old = {record["break"]: record for record in json.loads(out.read_text())} if names else {}
+    records = [*(old | {record["break"]: record for record in records}).values()]
     print(f"{sum(r['caught by'] is not None for r in records)} of {len(records)} caught")
-    if not names:
-        Path(ROOT, "results", "mutants.json").write_text(json.dumps(records, indent=1) + "\n")
+    out.write_text(json.dumps(records, indent=1) + "\n")
 
 
 if __name__ == "__main__":
