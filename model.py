@@ -20,10 +20,16 @@ import mod
 import moe
 import nag
 import norms
+import streams
 from attention import Attention, gather_rows, rotary_table
 from norms import pick
 
-RESIDUALS = {**norms.RESIDUALS, **nag.RESIDUALS, **bhyt.RESIDUALS}  # name: class
+RESIDUALS = {  # name: class
+    **norms.RESIDUALS,
+    **nag.RESIDUALS,
+    **bhyt.RESIDUALS,
+    **streams.RESIDUALS,
+}
 
 
 @dataclass
@@ -62,6 +68,10 @@ class GPTConfig:
     nag_orthogonal: bool = True  # nag: remove the part of an update along the stream
     nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: a constant does
     nag_first_logits: float | None = 0.75  # nag: std of the first logits; None: logits over d
+    hc_streams: int = 4  # hc, mhc: number of streams
+    hc_dynamic: bool = True  # hc: maps depend on the token; False: they are constants
+    mhc_start: str = "prenorm"  # mhc: where the maps start: prenorm, paper or deepseek
+    attnres_size: int | None = None  # attnres_block: sublayers a block; None: for 8 blocks
     moe_experts: int = 0  # experts in place of each MLP; 0: one MLP
     moe_top_k: int = 2  # moe: experts of a token
     moe_shared: int = 0  # moe: width of an expert that all tokens pass; 0: none
@@ -229,6 +239,8 @@ class GPT(nn.Module):
         in_mlp = {m for block in self.blocks for m in block.mlp.modules()}
         shrinks = {"scaled": (2 * config.n_layer) ** -0.5, "plain": 1.0, "zero": 0.0}
         shrink = pick(shrinks, init_out(config), "init_out")
+        if hasattr(RESIDUALS[config.residual], "out_gain"):
+            shrink *= RESIDUALS[config.residual].out_gain(config)
         for module in self.modules():
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=config.init_scale)
@@ -257,8 +269,16 @@ class GPT(nn.Module):
             raise RuntimeError(f"no rule initialises {names}: give their module reset_parameters")
 
     def compile_blocks(self):
-        """Compile block by block. Blocks share one graph, so depth does not slow compilation."""
+        """Compile block by block. Blocks share one graph, so depth does not slow compilation.
+
+        A mode whose blocks do not share one says how many there are.
+        """
         torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a router's k changes
+        residual, limits = RESIDUALS[self.config.residual], torch._dynamo.config
+        if hasattr(residual, "graphs"):  # 8 is the limit for one graph, in training and evaluation
+            most = 8 * residual.graphs(self.config.n_layer)
+            limits.recompile_limit = max(limits.recompile_limit, most)
+            limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, most)
         for block in self.blocks:
             block.compile()
 
@@ -272,8 +292,10 @@ class GPT(nn.Module):
         """Names of the parameters by how they are trained. The owner decides, never the name.
 
         gates: what a residual learns besides the gains of its norms, and the scalars of norms.
+        maps: what a residual learns and its class lists in `decays`.
         """
-        groups = {"matrices": [], "experts": [], "embeddings": [], "vectors": [], "gates": []}
+        kinds = ("matrices", "experts", "embeddings", "maps", "vectors", "gates")
+        groups = {kind: [] for kind in kinds}
         residual = RESIDUALS[self.config.residual]
         for name, p in self.named_parameters():
             owner = self.get_submodule(name.rpartition(".")[0])
@@ -283,6 +305,8 @@ class GPT(nn.Module):
                 groups["experts"].append(name)
             elif isinstance(owner, nn.Linear) and p.ndim == 2:
                 groups["matrices"].append(name)
+            elif name.rpartition(".")[2] in getattr(owner, "decays", ()):
+                groups["maps"].append(name)
             elif isinstance(owner, (residual, residual.ends, mod.Router)):
                 groups["gates"].append(name)
             elif p.numel() == 1 and not isinstance(owner, nn.Linear):
@@ -370,6 +394,7 @@ CHOICES = {  # settings that must be one of some names
     "mod_router": ("nag", "learned", "random"),
     "mod_budget": ("global", "layer"),
     "moe_balance": ("bias", "loss"),
+    "mhc_start": streams.STARTS,
 }
 
 

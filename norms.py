@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor
 
 
 class Stream(NamedTuple):
-    x: Tensor  # (B, T, C) the residual
+    x: Tensor  # (B, T, C) the residual; (B, T, n C) for n streams
     lane: Tensor | None = None  # (B, T, 1) float32: extra state of the mode, such as NAG's log norm
     at: Tensor | None = None  # (T, 1) positions of the tokens
+    sources: tuple = ()  # of Attention Residuals: earlier (B, T, C) with their masks, streams.py
 
 
 def pick(table, name, setting):
@@ -140,7 +141,8 @@ class NoEnds(nn.Module):
     def readout(self, stream, head):  # head (V, C) is an argument because NAG normalises its rows
         return stream.x, head
 
-    def additive(self, stream):  # the stream in additive form, for measurements
+    def additive(self, stream):
+        """(B, T, C) in float32: what the final norm would read if the model ended here."""
         return upcast(stream.x)
 
 

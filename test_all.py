@@ -45,6 +45,7 @@ import nag
 import norms
 import plot
 import prepare_c4
+import streams
 from attention import cpu_attention
 from model import GPT, RESIDUALS, GPTConfig
 
@@ -316,6 +317,59 @@ def predicting(norm, output_variance):
     return Equation(sublayer, lambda m, e: (e, None), lambda m, x, W: bhyt_end(m, x[0], W))
 
 
+def hc_sublayer(m, X):
+    """Hyper-Connections, with the streams X in a list"""
+    n, A = len(X), []
+    for i, x in enumerate(X):
+        a = m.p("a")[i].expand(*x.shape[:-1], -1)
+        if m.c.hc_dynamic:
+            a = a + m.p("s")[[0, 1] + [0] * n] * torch.tanh(m.scaled(x) @ m.p("w").T)
+        A.append(a)
+    f = m.s * m.f(m.norm(sum(a[..., :1] * x for a, x in zip(A, X))))
+    return [sum(a[..., 2 + k, None] * x for a, x in zip(A, X)) + A[k][..., 1:2] * f
+            for k in range(n)]  # fmt: skip
+
+
+def mhc_products(m, X):
+    z = torch.cat(X, -1)
+    return z / torch.sqrt(mean_square(z) + 1e-6) @ m.p("w").T
+
+
+def mhc_sublayer(m, X):
+    n, s = len(X), m.p("s")
+    y = mhc_products(m, X) * torch.cat([s[:1].expand(n), s[1:2].expand(n), s[2:].expand(n * n)])
+    y = y + m.p("b")
+    M = torch.exp(y[..., 2 * n :].unflatten(-1, (n, n)))
+    M = M / M.sum(-1, keepdim=True) + 1e-6
+    for i in range(39):  # columns, rows, columns, ..., columns
+        M = M / (M.sum(i % 2 - 2, keepdim=True) + 1e-6)
+    f = m.s * m.f(m.norm(sum((torch.sigmoid(y[..., i, None]) + 1e-6) * X[i] for i in range(n))))
+    return [sum(M[..., j, k, None] * X[j] for j in range(n))
+            + 2 * torch.sigmoid(y[..., n + k, None]) * f for k in range(n)]  # fmt: skip
+
+
+def mhc_end(m, X, W):
+    pre = torch.sigmoid(m.p("s") * mhc_products(m, X) + m.p("b")) + 1e-6
+    return m.norm(sum(pre[..., i, None] * x for i, x in enumerate(X))) @ W.T
+
+
+def attended(m, outputs, size):
+    """The weighted sum of Attention Residuals: outputs are the embedding and those of sublayers"""
+    e, *f = outputs
+    v = [e, *(sum(f[i : i + size]) for i in range(0, len(f), size))]
+    scores = [m.p("source_norm.gain") * m.scaled(source) @ m.p("w") for source in v]
+    p = torch.stack(scores).softmax(0)
+    return sum(p_i[..., None] * source for p_i, source in zip(p, v))
+
+
+def attention_residuals(size):
+    return Equation(
+        lambda m, v: [*v, m.s * m.f(m.norm(attended(m, v, size(m))))],
+        lambda m, e: [e], lambda m, v, W: m.norm(attended(m, v, size(m))) @ W.T,
+    )  # fmt: skip
+
+
+copies = lambda m, e: [e] * m.c.hc_streams
 final_norm = lambda m, x, W: m.norm(x) @ W.T
 bhyt_end = lambda m, x, W: (m.bounded(x) if m.c.bhyt_lambda[2] else m.norm(x)) @ W.T
 
@@ -339,6 +393,10 @@ EQUATIONS = {
     "bhyt_exact": Equation(lambda m, x: x + m.s * m.f(m.bounded(x)), end=bhyt_end),
     "bhyt": predicting(Formulas.bounded, lambda m: m.p("norm.lam") ** 2 * (1 - m.c.bhyt_p)),
     "prenorm_approx": predicting(Formulas.norm, lambda m: m.p("norm.gain").square().mean()),
+    "hc": Equation(hc_sublayer, copies, lambda m, X, W: m.norm(sum(X)) @ W.T),
+    "mhc": Equation(mhc_sublayer, copies, mhc_end),
+    "attnres": attention_residuals(lambda m: 1),
+    "attnres_block": attention_residuals(lambda m: m.c.attnres_size or -(-m.c.n_layer // 4)),
 }  # fmt: skip
 
 
@@ -395,6 +453,9 @@ def test_every_mode_equals_its_equation(residual):
     dict(residual="bhyt", bhyt_unit=True, n_head=4, n_kv_head=1, bhyt_context=8),
     dict(residual="bhyt", bhyt_lambda=(1.0, 0.5, 0.3), bhyt_p=0.9, norm_eps=0.1),
     dict(residual="bhyt_exact", bhyt_learned=False, bhyt_lambda=(1.0, 0.5, 0.3)),
+    dict(residual="hc", hc_dynamic=False), dict(residual="hc", hc_streams=3, norm_eps=0.1),
+    dict(residual="mhc", hc_streams=3, mhc_start="deepseek"), dict(residual="mhc", hc_streams=1),
+    *[dict(residual="attnres_block", attnres_size=size, n_layer=3) for size in (2, 3, 4, 9)],
 ])  # fmt: skip
 def test_model_equals_the_equations(changes):
     check_against_the_equations(**changes)
@@ -515,7 +576,9 @@ def test_every_parameter_is_initialised_and_trained_as_one_group_is(residual):
     for group, dimensions in dict(matrices=2, embeddings=2, vectors=1, experts=3).items():
         assert all(named[name].ndim == dimensions for name in groups[group])
     gate = lambda name: re.search(r"(ends|_residual)\.\w+$", name) or named[name].numel() == 1
-    assert sorted(groups["gates"]) == sorted(filter(gate, named))
+    assert sorted(groups["gates"] + groups["maps"]) == sorted(filter(gate, named))
+    decays = getattr(RESIDUALS[residual], "decays", ())
+    assert all((name.rpartition(".")[2] in decays) == (name in groups["maps"]) for name in named)
     for kind in ("adamw", "muon"):
         trained, expected = {}, {}
         for optimizer in model.optimizers(kind, 4e-3, 1e-3, 0.1, (0.9, 0.95)):
@@ -560,7 +623,7 @@ def test_initial_weights_have_the_size_they_should(how, std):
 OTHER = dict(  # than the default, where twice the default is no value
     n_kv_head=1, residual="lns", norm="layer", activation="swiglu", dropout=0.5, init="xavier",
     init_out="plain", branch_scale="depth", bhyt_p=0.9, moe_balance="bias", mod_on="both",
-    mod_rate=0.5, mod_router="learned", mod_budget="layer", mod_blocks="inner",
+    mod_rate=0.5, mod_router="learned", mod_budget="layer", mod_blocks="inner", mhc_start="paper",
 )  # fmt: skip
 
 
@@ -693,7 +756,9 @@ def test_compiled_equals_eager_and_blocks_share_graphs(backend, changes, monkeyp
                 router.share.fill_(0.2 + 0.05 * i + 0.1 * turn)
                 router.update_k()
     # the first block may have a graph of its own, and so may a k that moves
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 + ("mod_on" in changes)
+    mode = RESIDUALS[eager.config.residual]
+    most = mode.graphs(4) if hasattr(mode, "graphs") else 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= most + ("mod_on" in changes)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1066,6 +1131,8 @@ def test_a_token_runs_or_skips_as_the_file_says(changes):
             residual.ramp = torch.tensor(0.3)  # of NAG
     for i, (sublayer, residual, h, before, after) in enumerate(depth.walk(model, idx)):
         block, skips = model.blocks[i // 2], before.x
+        if getattr(residual, "begins", False):  # of Attention Residuals: a new sum, not yet begun
+            skips = torch.zeros_like(skips)
         router, s = (block.attn_router, block.mlp_router)[i % 2], block.scale
         if router.kind == "nag":
             turn = residual.turn(before.x)
