@@ -19,6 +19,7 @@ From eval.json of each run:
 
 From eval.json of one run:
     similarity  cosines between the mean updates of the sublayers
+    sources     weights that sublayers and head give to their sources, for Attention Residuals
     map         which tokens of a text ran in which sublayers
 
 From both files of each run:
@@ -43,6 +44,7 @@ COLOURS = {
     "prenorm": "#000000", "perinorm": "#0072B2", "postnorm": "#D55E00", "lns": "#009E73",
     "dyt": "#E69F00", "none": "#CC79A7", "nag": "#56B4E9", "orthogonal": "#999999",
     "bhyt": "#882255", "bhyt_exact": "#AA4499", "prenorm_approx": "#666666",
+    "hc": "#117733", "mhc": "#44AA99", "attnres": "#332288", "attnres_block": "#88CCEE",
 }  # fmt: skip
 LOSS = "validation loss (nats a token)"
 
@@ -275,6 +277,7 @@ def by_depth(key):
         depth = read_eval(run, "depth")
         if key not in depth:
             why = "its mode has no rotation" if key in ("a", "alpha") else "evaluate it again"
+            why = "its mode has no sources" if key == "sources" else why
             raise SystemExit(f"plot.py: {run}/eval.json has no {key} in its depth: {why}")
         return range(len(depth[key])), depth[key]
 
@@ -331,6 +334,14 @@ def similarity(axes, runs):
     axes.set(xlabel="sublayer", ylabel="sublayer")
 
 
+def sources(axes, runs):
+    matrix = by_depth("sources")(runs[0])[1]
+    image = axes.imshow(matrix, cmap="viridis", vmin=0)
+    axes.figure.colorbar(image, label="mean weight")
+    axes.set(xlabel="source (0: the embedding)", ylabel="reader (last: the head)")
+    axes.locator_params(integer=True)
+
+
 def token_map(axes, runs):
     report = read_eval(runs[0], "mod")
     axes.imshow(report["map"], aspect="auto", cmap="Greys", interpolation="nearest")
@@ -363,7 +374,7 @@ FIGURES = {
     "target": target, "rate": rate, "ladder": ladder, "stability": stability,
     "variance": partial(stream, key="variance"), "norm": partial(stream, key="norm"),
     "rotation": rotation, "alpha": alpha, "dropped": dropped, "calibrated": calibrated,
-    "similarity": similarity, "map": token_map, "speed": speed,
+    "similarity": similarity, "sources": sources, "map": token_map, "speed": speed,
 }  # fmt: skip
 
 

@@ -104,11 +104,15 @@ def read(X, pre):
 
 
 def write(X, M, post, f):
-    """The new X of Eq. 1. post (B, T, n) may hold a gate on f (B, T, C)."""
-    new = post[..., None] * f[..., None, :]  # (B, T, n, C)
-    for j in range(X.size(-2)):
-        new = new + M[..., j, :, None] * upcast(X[..., j, None, :])
-    return new.to(X.dtype)
+    """The new X of Eq. 1. post (B, T, n) may hold a gate on f (B, T, C).
+
+    The loop is over new streams, because the gradients of M are then one fused pass over X.
+    """
+    old, new = [upcast(x) for x in X.unbind(-2)], []  # n of (B, T, C)
+    for k in range(len(old)):
+        mixed = sum(M[..., j, k, None] * x for j, x in enumerate(old))
+        new.append(mixed + post[..., k, None] * f)
+    return torch.stack(new, -2).to(X.dtype)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ import nag
 import norms
 import plot
 import prepare_c4
-import streams
+import streams as streams_file
 from attention import cpu_attention
 from model import GPT, RESIDUALS, GPTConfig
 
@@ -903,6 +903,111 @@ def test_walk_is_the_forward_and_gate_health_counts_what_is_shut():
 
 
 # --------------------------------------------------------------------------------------------------
+# Hyper-Connections, Attention Residuals
+
+
+def test_hyper_connections_equal_the_golden_with_gradients():
+    z, close = golden("mhc"), dict(rtol=0, atol=1e-9)
+    names = "x fn base scale head_fn head_base head_scale W".split()
+    x, fn, base, scale, *head, W = leaves = [z[name].requires_grad_() for name in names]
+    eps = z["eps"].item()
+    pre, post, M = streams_file.mhc_maps(x, fn, scale, base, int(z["iters"]), eps)
+    h = streams_file.read(x, pre)
+    f = torch.tanh(h @ W)
+    y = streams_file.write(x, M, post, f)
+    out = streams_file.mhc_end(y, head[0], head[2], head[1], eps)
+    for name, ours in dict(post=post, comb=M, h=h, f=f, y=y, out=out).items():
+        assert_close(ours, z[name], **close, msg=lambda text, name=name: f"{name}: {text}")
+    for name, grad in zip(names, torch.autograd.grad(out, leaves, z["g"])):
+        text = lambda text, name=name: f"gradient of {name}: {text}"
+        assert_close(grad, z["grad_" + name], **close, msg=text)
+
+
+@torch.no_grad()
+@cases("residual, key", [("attnres", "full"), ("attnres_block", "block")])
+def test_attention_residuals_equal_the_golden(residual, key):
+    z, close = golden("attnres"), dict(rtol=0, atol=1e-9)
+    layers, C = z["w"].shape
+    shape = dict(n_layer=layers, n_embd=C, norm="none", norm_eps=z["eps"].item())
+    config = GPTConfig(residual=residual, **shape)
+    if residual == "attnres_block":
+        config.attnres_size = int(z["size"])
+    mode = RESIDUALS[residual]
+    modules = [mode(config, layer + 1).double() for layer in range(layers)]
+    ends = mode.ends(config).double()
+    for module, w, g in zip([*modules, ends], [*z["w"], z["w_out"]], [*z["g"], z["g_out"]]):
+        module.w.copy_(w)
+        module.source_norm.gain.copy_(g)
+    stream = ends.embed(z["e"].view(1, 1, C))
+    for module, W, expected in zip(modules, z["W"], z[key + "_h"]):
+        h, stream = module.read(stream)
+        assert_close(h[0, 0], expected, **close)
+        last, stream = module.weights(stream), module.write(stream, torch.tanh(h @ W.T))
+    assert_close(last[0, 0], z[key + "_weights_last"], **close)
+    assert_close(ends.readout(stream, None)[0][0, 0], z[key + "_out"], **close)
+
+
+def test_mhc_starts_as_prenorm_and_its_streams_part_in_training():
+    idx, (model, plain) = some_ids(), (tiny(residual=mode) for mode in ("mhc", "prenorm"))
+    model.load_state_dict(plain.state_dict(), strict=False)  # the maps stay
+    assert_close(model(idx)[0], plain(idx)[0], rtol=1e-4, atol=1e-5)
+    optimizers = model.optimizers("adamw", 1e-3, None, 0.1, (0.9, 0.95))
+
+    def apart():
+        """The rms of the last streams about their mean, over that of the mean"""
+        *_, (*_, last) = depth.walk(model, idx)
+        X = last.x.detach().unflatten(-1, (4, -1))
+        return ((X - X.mean(-2, keepdim=True)).norm() / X.mean(-2).norm() / 2).item()
+
+    assert apart() < 1e-5
+    for _ in range(10):
+        model(idx, idx.roll(-1, 1))[1].backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert apart() > 1e-3
+
+
+@cases("start, scale", [("prenorm", 0.0), ("paper", 0.01), ("deepseek", 1.0)])
+def test_the_matrices_of_mhc_have_columns_that_sum_to_1(start, scale):
+    model = tiny(residual="mhc", mhc_start=start)
+    scalars = [p for name, p in model.named_parameters() if name.endswith(".s")]
+    assert len(scalars) == 5 and all((p == torch.tensor(scale)).all() for p in scalars)
+    for change in (lambda model: model, shaken):
+        for _, residual, _, before, _ in depth.walk(change(model), some_ids()):
+            M = residual.mixing(before)
+            assert M.shape == (2, 32, 4, 4) and M.dtype == torch.float32 and M.min() > 0
+            assert (M.sum(-2) - 1).abs().max() < 1e-5 and (M.sum(-1) - 1).abs().max() < 1e-2
+
+
+@cases("residual, size", [("attnres", 1), ("attnres_block", 3)])
+def test_attention_residuals_without_queries_read_the_mean_of_their_sources(residual, size):
+    how = dict(attnres_size=size) if size > 1 else {}
+    model, idx, outputs = tiny(residual=residual, norm="none", **how), some_ids(), []
+    begin, *steps = depth.walk(model, idx)
+    for i, (sublayer, _, h, before, after) in enumerate([begin, *steps]):
+        outputs = outputs or [before.x]
+        blocks = [sum(outputs[1:][j : j + size]) for j in range(0, i, size)]
+        assert_close(h, torch.stack([outputs[0], *blocks]).mean(0))
+        outputs.append(sublayer(h, (model.cos, model.sin)) if i % 2 == 0 else sublayer(h))
+    blocks = [sum(outputs[1:][j : j + size]) for j in range(0, 4, size)]
+    assert_close(model.ends.additive(after), torch.stack([outputs[0], *blocks]).mean(0))
+
+
+@torch.no_grad()
+@cases("residual", ["attnres", "attnres_block"])
+def test_an_output_that_a_token_skips_gets_no_weight(residual):
+    model = routed(residual=residual, mod_router="learned", **{**MOD, "n_layer": 4})
+    *_, (*_, last) = depth.walk(model, some_ids())
+    p, sources = model.ends.weights(last), streams_file.sources_of(last)
+    assert_close(p.sum(-1), torch.ones(2, 32))
+    (embedding, all_tokens), *others = sources
+    assert all_tokens is None and 0 < torch.cat([ran for _, ran in others]).float().mean() < 1
+    for i, (v, ran) in enumerate(others, 1):
+        assert ((p[..., i, None] > 0) == ran).all() and not (v * ~ran).any()
+
+
+# --------------------------------------------------------------------------------------------------
 # BHyT
 
 
@@ -1439,12 +1544,13 @@ def refuses(message, run, *args, **settings):
 
 @pytest.fixture(scope="session")
 def runs(data, tmp_path_factory):
-    """Four runs: b has another seed than a, c another mode, and in d tokens skip."""
+    """Five runs: b has another seed than a, c another mode, in d tokens skip, e has sources."""
     at = tmp_path_factory.mktemp("runs")
     train(data, at / "a")
     train(data, at / "b", seed=2)
     train(data, at / "c", residual="lns")
     train(data, at / "d", residual="bhyt", mod_on="both", mod_rate=0.3, mod_router="learned")
+    train(data, at / "e", residual="attnres")
     return at
 
 
@@ -2370,10 +2476,11 @@ def test_fine_tuning_at_another_block_size_keeps_the_c_of_bhyt(data, tmp_path, s
 
 def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_path):
     dense, bench, x = [str(runs / name) for name in "abc"], tmp_path / "b.json", str(tmp_path / "x")
-    for run, what in (("a", "depth"), ("b", "depth"), ("c", "depth"), ("d", "mod")):
+    for run, what in (("a", "depth"), ("b", "depth"), ("c", "depth"), ("d", "mod"), ("e", "depth")):
         evaluated(runs / run, what, depth_tokens=64)
     bench.write_text('{"modes": {"prenorm": {"ratio": [1, 1, 1]}, "nag": {"ratio": [1, 1.02, 2]}}}')
     others = {"alpha": dense[:2], "map": [str(runs / "d")], "speed": [str(bench)]}
+    others["sources"] = [str(runs / "e")]
 
     def drawn(figure):
         plot.main(figure, x, *others.get(figure, dense))
@@ -2388,6 +2495,7 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
     refuses("nowhere/log.jsonl is missing", plot.main, "loss", x, "nowhere")
     refuses("no figure 'lss': choose one of loss", plot.main, "lss", x, *dense)
     refuses("no alpha in its depth: its mode has no rotation", plot.main, "alpha", x, dense[2])
+    refuses("no sources in its depth: its mode has no sources", plot.main, "sources", x, dense[2])
 
 
 def test_figures_interpolate_a_target_and_begin_each_router_at_the_dense_run(monkeypatch):
