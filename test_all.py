@@ -994,6 +994,19 @@ def test_attention_residuals_without_queries_read_the_mean_of_their_sources(resi
     assert_close(model.ends.additive(after), torch.stack([outputs[0], *blocks]).mean(0))
 
 
+def test_the_depth_report_has_the_mixing_of_streams_and_the_weights_of_sources():
+    report = lambda model: depth.depth(model.eval(), [(some_ids(), some_ids(seed=2))])
+    start = report(tiny(residual="mhc", mhc_start="paper"))["mixing entropy"]
+    assert start == pytest.approx([math.log(4)] * 4, rel=1e-3)  # all entries of M near 1 / 4
+    assert report(tiny(residual="hc"))["mixing entropy"] == pytest.approx([0] * 4, abs=1e-5)
+    for residual, size in (("attnres", 1), ("attnres_block", 3)):
+        how = dict(attnres_size=size) if size > 1 else {}
+        model = shaken(tiny(residual=residual, **how))
+        p, counts = np.array(report(model)["sources"]), [1 + -(-i // size) for i in range(5)]
+        assert p.shape == (5, counts[-1]) and np.allclose(p.sum(1), 1)
+        assert all((row[:n] > 0).all() and not row[n:].any() for row, n in zip(p, counts))
+
+
 @torch.no_grad()
 @cases("residual", ["attnres", "attnres_block"])
 def test_an_output_that_a_token_skips_gets_no_weight(residual):
@@ -1875,6 +1888,19 @@ def test_two_ranks_have_the_curve_of_one_process(over_ranks, tmp_path, monkeypat
     assert not (tmp_path / name / "ckpt_000008").exists()
     monkeypatch.setenv("WORLD_SIZE", "5")
     refuses("384 tokens a step do not divide over 5 ranks in sequences of 32", resume, paths[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "fsdp"])
+@pytest.mark.parametrize("residual", ["hc", "mhc", "attnres", "attnres_block"])
+def test_streams_and_sources_over_two_ranks_are_those_of_one(data, tmp_path, residual, shard):
+    how = dict(residual=residual, total_batch_tokens=256, max_iters=8)
+    train(data, tmp_path / "one", **how)
+    ranks(data, tmp_path / "two", **how, shard=shard)
+    resume(tmp_path / "two", max_iters=10, shard="none")
+    resume(tmp_path / "one", max_iters=10)
+    one, two = log_of(tmp_path / "one"), log_of(tmp_path / "two")
+    assert two.steps == list(range(11)) and two.losses == pytest.approx(one.losses, abs=1e-4)
 
 
 def test_a_sharded_run_keeps_folders_and_every_script_reads_them(over_ranks, tmp_path):
