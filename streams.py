@@ -102,18 +102,19 @@ def mhc_end(X, w, s, b, eps=EPS):
 
 def read(X, pre):
     """h_pre^T X of Eq. 1: (B, T, C) in float32."""
-    return sum(pre[..., i, None] * upcast(X[..., i, :]) for i in range(X.size(-2)))
+    return sum(h[..., None] * upcast(x) for h, x in zip(pre.unbind(-1), X.unbind(-2)))
 
 
 def write(X, M, post, f):
     """The new X of Eq. 1. post (B, T, n) may hold a gate on f (B, T, C).
 
-    The loop is over new streams, because the gradients of M are then one fused pass over X.
+    One stream at a time: the compiler then makes all gradients in one pass over X, and unbind,
+    unlike indices, has a backward without zeros of the size of X.
     """
     old, new = [upcast(x) for x in X.unbind(-2)], []  # n of (B, T, C)
-    for k in range(len(old)):
-        mixed = sum(M[..., j, k, None] * x for j, x in enumerate(old))
-        new.append(mixed + post[..., k, None] * f)
+    for column, h in zip(M.unbind(-1), post.unbind(-1)):
+        mixed = sum(m[..., None] * x for m, x in zip(column.unbind(-1), old))
+        new.append(mixed + h[..., None] * f)
     return torch.stack(new, -2).to(X.dtype)
 
 
@@ -173,9 +174,8 @@ class Connections(PreNorm):
         return self.norm(read(X, pre)).to(X.dtype), stream._replace(lane=lane)
 
     def write(self, stream, f, gate=1.0):
-        lane = stream.lane.unflatten(-1, (self.n, -1))
-        post, M = lane[..., 0], lane[..., 1:]
-        X = write(stream.x.unflatten(-1, (self.n, -1)), M, gate * post, f)
+        post, M = stream.lane.unflatten(-1, (self.n, -1)).split([1, self.n], -1)
+        X = write(stream.x.unflatten(-1, (self.n, -1)), M, gate * post.squeeze(-1), f)
         return stream._replace(x=X.flatten(-2), lane=None)
 
     def mixing(self, stream):
@@ -217,7 +217,8 @@ class HC(Connections):
             s_1, s_2 = self.s.unbind()
             s = torch.stack([s_1, s_2, *[s_1] * self.n])
             a = a + s * torch.tanh(products(X, self.w, self.eps))
-        return a[..., 0], a[..., 1], a[..., 2:]
+        pre, post, M = a.split([1, 1, self.n], -1)
+        return pre.squeeze(-1), post.squeeze(-1), M
 
 
 class MHC(Connections):
@@ -269,7 +270,7 @@ def weights(sources, w, norm):
 
 def mix(sources, p):
     """sum_i p_i v_i of Eq. 7, (B, T, C) in float32."""
-    return sum(p[..., i, None] * v for i, (v, _) in enumerate(sources))
+    return sum(p_i[..., None] * v for p_i, (v, _) in zip(p.unbind(-1), sources))
 
 
 class AttnResEnds(FinalNorm):
