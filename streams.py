@@ -1,7 +1,7 @@
 """
 More than one residual stream: Hyper-Connections and Attention Residuals.
 
-f is the output of a sublayer, C = n_embd, and rms(x)^2 = mean(x^2) + eps.
+F is a sublayer, f its output, C = n_embd, and rms(x)^2 = mean(x^2) + eps.
 
 Hyper-Connections keep n streams X (n, C) for each token. Three maps, made from X, mix them:
 
@@ -13,15 +13,16 @@ Hyper-Connections keep n streams X (n, C) for each token. Three maps, made from 
                (h_pre_i, h_post_i, M_i) = a_i + (s_1, s_2, s_1, ..., s_1) t_i                    (3)
     mhc        arXiv 2512.24880.  z = vec(X) / rms(vec(X)),  y = W z, split into three           (4)
                h_pre = sigmoid(s_1 y_1 + b_1) + eps,  h_post = 2 sigmoid(s_2 y_2 + b_2)
-               M = Sinkhorn(softmax over rows of s_3 y_3 + b_3):  rows and columns sum to 1      (5)
-               the model ends with h = sum_i (sigmoid(s y + b) + eps)_i X_i, of its own W        (6)
+               M = Sinkhorn(softmax(s_3 y_3 + b_3) + eps): columns divided by their sums, then
+               19 times rows and columns. Columns sum to 1, rows nearly                          (5)
+               end: h = sum_i (sigmoid(s y + b) + eps)_i X_i, with its own W, s and b            (6)
 
 Attention Residuals (arXiv 2603.15031) keep all sources v_0 ... v_m apart. Each sublayer has a
 learned query w and gain g, and so has the end of the model:
 
     sources    attnres: v_0 = embedding, v_i = output of sublayer i
                attnres_block: v_0 = embedding, v_i = sum of the outputs of block i, which is
-               attnres_size sublayers; the last block counts from its first sublayer on
+               attnres_size sublayers; the last block is a source from its first sublayer on
     sublayer   p = softmax_i(<w * g, v_i> / rms(v_i)),  f = F(Norm(sum_i p_i v_i))               (7)
 
 mhc_start says where the maps of mhc begin. W is random. At "prenorm" the s are 0, h_pre reads the
@@ -29,10 +30,11 @@ mean, h_post is 1 and M is near I: the model equals pre-norm, to about 1e-5. At 
 0.01, and at "deepseek", as in the code of DeepSeek-V4, they are 1; the b are 0 in both.
 Equal streams with zero maps would stay equal for ever; a random W parts them once the s move.
 
-Cost: n streams are n times the reads and writes. In attnres sublayer l reads l sources, so reading
-grows with the square of the depth; attnres_block bounds it, and keeps fewer tensors. Its blocks are
-also why it exists under `recompute`, which keeps every source. Sources are shared, not copied.
-The number of sources differs by depth, so blocks compile to graphs of their own: see `graphs`.
+Cost: n streams take n times the reads and writes of the stream, and n times the bytes of `recompute`.
+In attnres sublayer l reads l sources, so the reads grow with the square of the depth; attnres_block
+bounds the number of sources. All readers share the sources, so that a step keeps about as much as
+pre-norm for its backward pass. The number of sources differs by depth, so the blocks of a model
+cannot share one compiled graph: compilation takes time in proportion to the depth, see `graphs`.
 
 With Mixture of Depths, a token that skips a sublayer mixes nothing and writes nothing. In Eq. 7 an
 output that a token skipped is masked, because a source of zeros would still take weight.
@@ -40,7 +42,8 @@ output that a token skipped is masked, because a source of zeros would still tak
 Differs from the papers:
 - Maps, Eq. 5 and Eq. 7 are float32, whatever the dtype of the stream.
 - Eq. 2 has an RMSNorm without a gain, because W can learn one.
-- The starts of W in mhc and of b at "paper" are ours: products of variance 1, and 0.
+- The start of W in mhc is ours (W z has variance 1), and so is b = 0 at "paper".
+- attnres keeps each output in its own dtype, such as bfloat16. Sums have the dtype of the stream.
 """
 
 import math
@@ -66,7 +69,7 @@ def reads_mean(n):
 
 
 def products(x, w, eps):
-    """W x / rms(x), (..., rows) in float32, for x (..., C) and W (rows, C). Reads x once."""
+    """W x / rms(x), (..., rows) in float32, for x (..., C) and W (rows, C)."""
     x = upcast(x)
     with torch.autocast(x.device.type, enabled=False):
         y = F.linear(x, upcast(w))
@@ -308,7 +311,10 @@ class AttnRes(PreNorm):
 
     @staticmethod
     def graphs(n_layer):
-        """How many graphs blocks compile to at most. Each block has its own number of sources."""
+        """How many graphs the blocks compile to. Each block has its own number of sources.
+
+        It is the most: blocks that differ in nothing share one. Routers whose k changes double it.
+        """
         return n_layer
 
     def reset_parameters(self):
