@@ -30,11 +30,11 @@ mean, h_post is 1 and M is near I: the model equals pre-norm, to about 1e-5. At 
 0.01, and at "deepseek", as in the code of DeepSeek-V4, they are 1; the b are 0 in both.
 Equal streams with zero maps would stay equal for ever; a random W parts them once the s move.
 
-Cost: n streams take n times the reads and writes of the stream, and n times the bytes of `recompute`.
-In attnres sublayer l reads l sources, so the reads grow with the square of the depth; attnres_block
-bounds the number of sources. All readers share the sources, so that a step keeps about as much as
-pre-norm for its backward pass. The number of sources differs by depth, so the blocks of a model
-cannot share one compiled graph: compilation takes time in proportion to the depth, see `graphs`.
+Cost: n streams take n times the reads and writes of the stream, and `recompute` keeps n times the
+bytes. In attnres sublayer l reads l sources, so the reads grow with the square of the depth;
+attnres_block bounds the number of sources. All readers share the sources, so a step keeps about as
+much as pre-norm for its backward pass. The number of sources differs by depth, so the blocks of a
+model cannot share one compiled graph: compilation takes time in proportion to depth, see `graphs`.
 
 With Mixture of Depths, a token that skips a sublayer mixes nothing and writes nothing. In Eq. 7 an
 output that a token skipped is masked, because a source of zeros would still take weight.
