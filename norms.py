@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 class Stream(NamedTuple):
     x: Tensor  # (B, T, C) the residual; (B, T, n C) for n streams
-    lane: Tensor | None = None  # (B, T, k) extra state of the mode, such as NAG's log norm (float32)
+    lane: Tensor | None = None  # (B, T, k) extra state of the mode: NAG's log norm in float32
     at: Tensor | None = None  # (T, 1) positions of the tokens
     sources: tuple = ()  # of Attention Residuals: earlier (B, T, C) with their masks, streams.py
 
