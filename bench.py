@@ -34,9 +34,11 @@ from functools import partial
 from multiprocessing import get_context
 
 import torch
+from torch import Tensor
 from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._pytree import tree_map_only
 
 from configurator import configure
 from data import Loader, Windows, get_tokenizer, write_json
@@ -44,7 +46,7 @@ from generate import FOLDS, KVCache, compiled_step, next_token
 from machine import autocast, commit, device_name, pick_device, prepare_process
 from mod import routers
 from model import GPT, RESIDUALS, GPTConfig, settings_of_others
-from norms import Stream, pick
+from norms import pick
 from prepare_c4 import batches, in_order, list_files, start_worker
 
 what = "forward,residual,train,memory,generate,mod"  # parts, separated by commas
@@ -223,7 +225,7 @@ def block_forward(config):
     block, rope = torch.compile(model.blocks[0]), (model.cos, model.sin)
     positions = torch.arange(config.block_size, device=device)[:, None]
     embedded = model.embed(tokens(config, batch_size)).detach()
-    stream = model.ends.embed(embedded)._replace(at=positions)
+    stream = model.ends.embed(embedded).replace(at=positions)
 
     @torch.no_grad()
     def run():
@@ -275,29 +277,34 @@ def two_sublayers(config, shape):
     """A function that runs write, read, write, read, and their backward, on random (B, T, C).
 
     It starts with a write, because a read can return its input, and that input's gradients would be
-    added outside the compiled graph. If the last read returns the stream itself, the two outputs
-    share one gradient, which saves one pass of about twenty.
+    added outside the compiled graph. The read before it only gives the stream what the write needs.
+    If the last read returns the stream itself, the two outputs share one gradient, which saves one
+    pass of about twenty.
     """
-    block = GPT(replace(config, n_layer=1)).to(device).blocks[0]
+    model = GPT(replace(config, n_layer=1)).to(device)
+    attention, mlp = model.blocks[0].attn_residual, model.blocks[0].mlp_residual
     random_stream = lambda: torch.randn(shape, device=device).to(getattr(torch, dtype))
-    x, f1, f2 = (random_stream().requires_grad_() for _ in range(3))
-    grad, lane_grad = torch.randn_like(x), torch.randn(*shape[:2], 1, device=device)
-    lane = torch.zeros_like(lane_grad) if config.residual == "nag" else None
-    at = torch.arange(shape[1], device=device)[:, None]
-    attention, mlp = block.attn_residual, block.mlp_residual
+    with torch.no_grad():
+        start = model.ends.embed(random_stream()).replace(
+            at=torch.arange(shape[1], device=device)[:, None]
+        )
+    x, f1, f2 = (x.requires_grad_() for x in (start.x, random_stream(), random_stream()))
     inputs = [x, f1, f2, *attention.parameters(), *mlp.parameters()]
 
-    @torch.compile
     def both(x, f1, f2):
-        h1, stream = attention.read(mlp.write(Stream(x, lane, at), f1))
+        _, stream = mlp.read(start.replace(x=x))
+        h1, stream = attention.read(mlp.write(stream, f1))
         h2, stream = mlp.read(attention.write(stream, f2))
         outputs = [h1, h2] if h2 is stream.x else [h1, h2, stream.x]
-        return outputs if lane is None else [*outputs, stream.lane]
+        return outputs if start.lane is None else [*outputs, stream.lane]
+
+    with cast(), torch.no_grad():
+        grads = [torch.randn_like(y) for y in both(x, f1, f2)]
+    compiled = torch.compile(both)
 
     def run():
         with cast():
-            outputs = both(x, f1, f2)
-        grads = [lane_grad if y.size(-1) == 1 else grad for y in outputs]
+            outputs = compiled(x, f1, f2)
         torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
 
     return run
@@ -392,9 +399,6 @@ def kept_bytes(config, attributes):
     """
     step, model, optimizer = stepper(config, compile=False, **attributes)
     kept, x = {}, tokens(config, batch_size)
-    if model.recompute:  # hooks do not see the input of a recomputed block: the stream and its lane
-        stream_bytes = config.n_embd * (2 if config.bf16_stream else 4) + 4
-        kept["inputs"] = config.n_layer * x.numel() * stream_bytes
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(tensor):
@@ -403,6 +407,12 @@ def kept_bytes(config, attributes):
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    def keep_stream(block, args):
+        tree_map_only(Tensor, pack, args[0])
+
+    if model.recompute:  # the hooks below do not see the stream that a block is recomputed from
+        for block in model.blocks:
+            block.register_forward_pre_hook(keep_stream)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), cast():
         model(x, x)
     return step, model, optimizer, sum(kept.values())

@@ -1,6 +1,10 @@
 """
 Measurements of the residual stream through depth, for eval.py and the log of train.py.
 
+The stream of a mode is model.ends.additive(stream), (B, T, C): what the final norm would read if
+the model ended here. For NAG it is the two lanes as one vector, for n streams what the end makes of
+them (their sum, or a learned one), and for Attention Residuals the head's weighted sum of sources.
+
 The model needs no hooks: these functions run its blocks one by one. `batches` is a list of (inputs,
 targets), (B, T) each. Results are plain numbers, one per block or one per sublayer.
 """
@@ -75,6 +79,12 @@ def sink(attention, h, rope):
     return scores.masked_fill(future, -torch.inf).softmax(-1)[:, :, 1:, 0].mean()
 
 
+def entropy(M):
+    """Mean entropy of the columns of |M| (..., n, n), each scaled to sum to 1: 0 to log n."""
+    p = M.abs() / M.abs().sum(-2, keepdim=True)
+    return -torch.special.xlogy(p, p).sum(-2).mean()
+
+
 def describe(s, seen):
     """Append statistics of the vectors s (..., C), averaged over them, to the lists in seen."""
     centred = s - s.mean(-1, keepdim=True)
@@ -93,7 +103,9 @@ def look(model, x, y):
     """Measure one batch. Returns ({quantity: tensor}, directions, outcomes).
 
     A quantity has one value per sublayer or block. Those of describe also have a first value, for
-    the embedding.
+    the embedding. "mixing entropy" is that of the matrices that mix n streams. "sources" is a
+    matrix: the weights that each sublayer, and last the head, gives to its sources. The oldest
+    source comes first, and later ones have weight 0.
     directions (2 n_layer, C) are the mean directions of the sublayers' updates.
     """
     seen, directions, first = defaultdict(list), [], None
@@ -110,12 +122,19 @@ def look(model, x, y):
         if hasattr(residual, "turn"):
             seen["alpha"].append(residual.alpha[0])
             seen["a"].append(residual.turn(before.x).abs().mean())
+        if hasattr(residual, "mixing"):
+            seen["mixing entropy"].append(entropy(residual.mixing(before)))
+        if hasattr(residual, "weights"):
+            seen["sources"].append(residual.weights(before).flatten(0, -2).mean(0))
         if isinstance(sublayer, Attention):
             seen["sink"].append(sink(sublayer, h, rope))
         else:
             describe(new, seen)
             seen["cosine"].append(F.cosine_similarity(last, new, dim=-1).mean())
             last = new
+    if hasattr(model.ends, "weights"):  # the last row of the matrix: what the head reads
+        seen["sources"].append(model.ends.weights(stream).flatten(0, -2).mean(0))
+        seen["sources"] = list(nn.utils.rnn.pad_sequence(seen["sources"], batch_first=True))
     seen = {key: torch.stack(values) for key, values in seen.items()}
     return seen, torch.stack(directions), outcomes(model, stream, y)
 
@@ -133,7 +152,7 @@ def outcomes(model, stream, y):
 
 @torch.no_grad()
 def depth(model, batches):
-    """All measurements through depth. For NAG, they use the additive stream of its two lanes."""
+    """All measurements through depth."""
     n = sum(len(x) for x, _ in batches)
     sums, directions, tokens = defaultdict(float), 0.0, []
     for x, y in batches:

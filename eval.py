@@ -293,7 +293,7 @@ def show_loss(report):
 TABLES = {
     "stream": ("variance", "norm", "magnitude", "max", "max/rms", "kurtosis"),
     "block": ("cosine", "dropped", "gradient", "sink"),
-    "sublayer": ("update", "rotation", "from embedding", "alpha", "a"),
+    "sublayer": ("update", "rotation", "from embedding", "alpha", "a", "mixing entropy"),
 }
 
 

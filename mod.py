@@ -140,6 +140,8 @@ class Router(nn.Module):
         if self.v is not None:  # fallback: a skipping token has the same a, but rotates towards v
             return residual.write(stream, torch.where(runs, f, self.v.to(f.dtype)), scale, **known)
         new = residual.write(stream, f, scale * q if self.learned else scale, **known)
+        if hasattr(residual, "skip"):  # a mode with more state than x and lane
+            return residual.skip(stream, new, runs)
         lane = None if new.lane is None else torch.where(runs, new.lane, stream.lane)
         return new.replace(x=torch.where(runs, new.x.to(stream.x.dtype), stream.x), lane=lane)
 

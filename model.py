@@ -21,10 +21,17 @@ import moe
 import nag
 import ngpt
 import norms
+import streams
 from attention import Attention, gather_rows, rotary_table
 from norms import pick
 
-RESIDUALS = {**norms.RESIDUALS, **nag.RESIDUALS, **bhyt.RESIDUALS, **ngpt.RESIDUALS}  # name: class
+RESIDUALS = {  # name: class
+    **norms.RESIDUALS,
+    **nag.RESIDUALS,
+    **bhyt.RESIDUALS,
+    **ngpt.RESIDUALS,
+    **streams.RESIDUALS,
+}
 
 
 @dataclass
@@ -65,6 +72,10 @@ class GPTConfig:
     nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: a constant
     nag_first_logits: float | None = 0.75  # nag: std of initial logits; None: logits / d
     ngpt_alpha: float = 0.05  # ngpt: first step from the stream towards a sublayer's output
+    hc_streams: int = 4  # hc, mhc: number of streams
+    hc_dynamic: bool = True  # hc: maps depend on the token; False: they are constants
+    mhc_start: str = "prenorm"  # mhc: where the maps start: prenorm, paper or deepseek
+    attnres_size: int | None = None  # attnres_block: sublayers a block; None: for 8 blocks
     moe_experts: int = 0  # experts in place of each MLP; 0: one MLP
     moe_top_k: int = 2  # moe: experts per token
     moe_shared: int = 0  # moe: width of an expert that all tokens use; 0: none
@@ -267,8 +278,16 @@ class GPT(nn.Module):
             raise RuntimeError(f"no rule initialises {names}: give their module reset_parameters")
 
     def compile_blocks(self):
-        """Compile block by block. Blocks share one graph, so depth does not slow compilation."""
+        """Compile block by block. Blocks share one graph, so depth does not slow compilation.
+
+        A mode whose blocks do not share one says how many there are.
+        """
         torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a router's k changes
+        residual, limits = RESIDUALS[self.config.residual], torch._dynamo.config
+        if hasattr(residual, "graphs"):  # 8 is the limit for one graph, in training and evaluation
+            most = 8 * residual.graphs(self.config.n_layer)
+            limits.recompile_limit = max(limits.recompile_limit, most)
+            limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, most)
         for block in self.blocks:
             block.compile()
 
@@ -287,8 +306,10 @@ class GPT(nn.Module):
         """Parameter names by optimizer group. The owning module decides, never the name.
 
         gates: the parameters of a residual except the gains of its norms, and scalars of norms.
+        maps: the parameters of a residual that decay: those that its class lists in `decays`.
         """
-        groups = {"matrices": [], "experts": [], "embeddings": [], "vectors": [], "gates": []}
+        kinds = ("matrices", "experts", "embeddings", "maps", "vectors", "gates")
+        groups = {kind: [] for kind in kinds}
         residual = RESIDUALS[self.config.residual]
         for name, p in self.named_parameters():
             owner = self.get_submodule(name.rpartition(".")[0])
@@ -298,6 +319,8 @@ class GPT(nn.Module):
                 groups["experts"].append(name)
             elif isinstance(owner, nn.Linear) and p.ndim == 2:
                 groups["matrices"].append(name)
+            elif name.rpartition(".")[2] in getattr(owner, "decays", ()):
+                groups["maps"].append(name)
             elif isinstance(owner, (residual, residual.ends, mod.Router)):
                 groups["gates"].append(name)
             elif p.numel() == 1 and not isinstance(owner, nn.Linear):
@@ -385,6 +408,7 @@ CHOICES = {  # settings that must be one of some names
     "mod_router": ("nag", "learned", "random"),
     "mod_budget": ("global", "layer"),
     "moe_balance": ("bias", "loss"),
+    "mhc_start": streams.STARTS,
 }
 
 

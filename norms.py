@@ -35,9 +35,10 @@ from torch.distributed.tensor import DTensor
 
 
 class Stream(NamedTuple):
-    x: Tensor  # (B, T, C) the residual
-    lane: Tensor | None = None  # (B, T, 1) float32: extra state of the mode, such as NAG's log norm
+    x: Tensor  # (B, T, C) the residual; (B, T, n C) for n streams
+    lane: Tensor | None = None  # (B, T, k) extra state of the mode: NAG's log norm in float32
     at: Tensor | None = None  # (T, 1) positions of the tokens
+    sources: tuple = ()  # earlier states that later sublayers read: streams.py, X0Mix
 
     def replace(self, **new):
         """A copy with new fields. torch 2.11 does not compile NamedTuple._replace."""
@@ -160,7 +161,8 @@ class NoEnds(nn.Module):
     def readout(self, stream, head):  # head (V, C) is an argument because NAG normalises its rows
         return stream.x, head
 
-    def additive(self, stream):  # the stream in additive form, for measurements
+    def additive(self, stream):
+        """(B, T, C) in float32: what the final norm would read if the model ended here."""
         return upcast(stream.x)
 
 
@@ -306,7 +308,7 @@ class DeepNorm(PostNorm):
             nn.init.normal_(weight, std=std * (8 * config.n_layer) ** -0.25)
 
     def write(self, stream, f, gate=1.0):
-        return stream._replace(x=self.norm(self.alpha * stream.x + gate * f))  # Eq. 7
+        return stream.replace(x=self.norm(self.alpha * stream.x + gate * f))  # Eq. 7
 
 
 class ReZero(PreNorm):
@@ -321,7 +323,7 @@ class ReZero(PreNorm):
 
     def write(self, stream, f, gate=1.0):
         x = stream.x + gate * (self.a * f)  # Eq. 8
-        return stream._replace(x=x.to(stream.x.dtype))
+        return stream.replace(x=x.to(stream.x.dtype))
 
 
 class MixLN(PreNorm):
@@ -337,7 +339,7 @@ class MixLN(PreNorm):
 
     def write(self, stream, f, gate=1.0):
         x = stream.x + gate * f
-        return stream._replace(x=self.norm(x) if self.post else x)  # Eq. 9
+        return stream.replace(x=self.norm(x) if self.post else x)  # Eq. 9
 
 
 class X0Mix(PreNorm):
@@ -360,7 +362,7 @@ class X0Mix(PreNorm):
             x_0, x = stream.sources[0], stream.x
             sources = (x_0, x) if self.after_middle else stream.sources
             x = (self.mix[0] * x + self.mix[1] * x_0).to(x.dtype)  # Eq. 10
-            stream = stream._replace(x=x, sources=sources)
+            stream = stream.replace(x=x, sources=sources)
         return self.norm(stream.x), stream
 
 

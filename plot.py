@@ -19,6 +19,7 @@ From eval.json of each run:
 
 From eval.json of one run:
     similarity  cosines between the mean updates of the sublayers
+    sources     weights that sublayers and head give to their sources, for Attention Residuals
     map         which tokens of a text ran in which sublayers
 
 From both files of each run:
@@ -45,6 +46,7 @@ COLOURS = {
     "bhyt": "#882255", "bhyt_exact": "#AA4499", "prenorm_approx": "#666666",
     "ngpt": "#332288", "deepnorm": "#999933", "rezero": "#DDCC77", "mixln": "#CC6677",
     "x0mix": "#117733",
+    "hc": "#661100", "mhc": "#44AA99", "attnres": "#6699CC", "attnres_block": "#88CCEE",
 }  # fmt: skip
 LOSS = "validation loss (nats a token)"
 
@@ -277,6 +279,7 @@ def by_depth(key):
         depth = read_eval(run, "depth")
         if key not in depth:
             why = "its mode has no rotation" if key in ("a", "alpha") else "evaluate it again"
+            why = "its mode has no sources" if key == "sources" else why
             raise SystemExit(f"plot.py: {run}/eval.json has no {key} in its depth: {why}")
         return range(len(depth[key])), depth[key]
 
@@ -333,6 +336,14 @@ def similarity(axes, runs):
     axes.set(xlabel="sublayer", ylabel="sublayer")
 
 
+def sources(axes, runs):
+    matrix = by_depth("sources")(runs[0])[1]
+    image = axes.imshow(matrix, cmap="viridis", vmin=0)
+    axes.figure.colorbar(image, label="mean weight")
+    axes.set(xlabel="source (0: the embedding)", ylabel="reader (last: the head)")
+    axes.locator_params(integer=True)
+
+
 def token_map(axes, runs):
     report = read_eval(runs[0], "mod")
     axes.imshow(report["map"], aspect="auto", cmap="Greys", interpolation="nearest")
@@ -365,7 +376,7 @@ FIGURES = {
     "target": target, "rate": rate, "ladder": ladder, "stability": stability,
     "variance": partial(stream, key="variance"), "norm": partial(stream, key="norm"),
     "rotation": rotation, "alpha": alpha, "dropped": dropped, "calibrated": calibrated,
-    "similarity": similarity, "map": token_map, "speed": speed,
+    "similarity": similarity, "sources": sources, "map": token_map, "speed": speed,
 }  # fmt: skip
 
 

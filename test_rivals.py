@@ -1,7 +1,9 @@
 """The tests of the rivals: goldens of independent implementations, and limits. See test_all.py."""
 
+import math
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,10 @@ import torch.nn.functional as F
 import depth
 import lora
 import norms
-from model import GPT, GPTConfig
+import streams as streams_file
+from model import GPT, RESIDUALS, GPTConfig
 from test_all import (
+    MOD,
     assert_close,
     cases,
     checkpoint,
@@ -19,6 +23,7 @@ from test_all import (
     log_of,
     ranks,
     resume,
+    routed,
     shaken,
     some_ids,
     tiny,
@@ -174,3 +179,167 @@ def test_adapters_of_ngpt_and_what_they_adapt_are_left_alone():
     model.requires_grad_()
     model.after_step()
     assert off_the_sphere(model.state_dict()) < 1e-6
+
+
+# --- Small ones -----------------------------------------------------------------------------------
+
+
+def test_rezero_starts_as_the_identity():
+    model, idx = tiny(residual="rezero"), some_ids()
+    (*_, before, _), *_, (*_, last) = depth.walk(model, idx)
+    assert torch.equal(before.x, last.x)
+    model(idx, idx)[1].backward()
+    assert all(block.attn_residual.a.grad != 0 for block in model.blocks)
+
+
+@torch.no_grad()
+@cases("share, like", [(0.0, "prenorm"), (1.0, "postnorm")])
+def test_mixln_ends_at_prenorm_and_postnorm(share, like):
+    """From the same weights. At share 1 it is post-norm with a final norm."""
+    ours, other = tiny(residual="mixln", mixln_share=share), tiny(residual=like)
+    shaken(ours)
+    other.load_state_dict(ours.state_dict(), strict=False)
+    hidden, _ = other.hidden(some_ids())
+    expected = ours.ends.norm(hidden) if like == "postnorm" else hidden
+    assert_close(ours.hidden(some_ids())[0], expected)
+
+
+def test_deepnorm_starts_as_its_paper_says():
+    for changes in (dict(activation="swiglu"), dict(moe_experts=2, activation="swiglu")):
+        block = tiny(residual="deepnorm", n_embd=256, n_hidden=512, **changes).blocks[0]
+        gain = (8 * 2) ** -0.25
+        for matrix, fans in ((block.attn.wv, 512), (block.attn.wo, 512), (block.mlp.up, 768),
+                             (block.mlp.gate, 768), (block.mlp.down, 768)):  # fmt: skip
+            std = getattr(matrix, "weight", matrix).std().item()
+            assert std == pytest.approx(gain * (2 / fans) ** 0.5, rel=0.02)
+        assert block.attn.wq.weight.std().item() == pytest.approx(0.05, rel=0.02)
+
+
+def test_x0mix_starts_as_nanochat():
+    model = tiny(residual="x0mix", n_layer=4)
+    mixes = [block.attn_residual.mix.tolist() for block in model.blocks]
+    assert [first for first, _ in mixes] == pytest.approx(
+        [1.15, 1.15 - 0.1 / 3, 1.15 - 0.2 / 3, 1.05]
+    )
+    assert [second for _, second in mixes] == pytest.approx([0.20, 0.15, 0.10, 0.05])
+    assert model.ends.nu.item() == pytest.approx(0.2)
+    *_, (*_, last) = depth.walk(model, some_ids())
+    after_third = [after for *_, after in depth.walk(model, some_ids())][5]
+    assert torch.equal(last.sources[1], after_third.x)
+
+
+# --- Hyper-Connections, Attention Residuals -------------------------------------------------------
+
+
+def test_hyper_connections_equal_the_golden_with_gradients():
+    z, close = golden("mhc"), dict(rtol=0, atol=1e-9)
+    names = "x fn base scale head_fn head_base head_scale W".split()
+    x, fn, base, scale, *head, W = leaves = [z[name].requires_grad_() for name in names]
+    eps = z["eps"].item()
+    pre, post, M = streams_file.mhc_maps(x, fn, scale, base, int(z["iters"]), eps)
+    h = streams_file.read(x, pre)
+    f = torch.tanh(h @ W)
+    y = streams_file.write(x, M, post, f)
+    out = streams_file.mhc_end(y, head[0], head[2], head[1], eps)
+    for name, ours in dict(post=post, comb=M, h=h, f=f, y=y, out=out).items():
+        assert_close(ours, z[name], **close, msg=lambda text, name=name: f"{name}: {text}")
+    for name, grad in zip(names, torch.autograd.grad(out, leaves, z["g"])):
+        text = lambda text, name=name: f"gradient of {name}: {text}"
+        assert_close(grad, z["grad_" + name], **close, msg=text)
+
+
+@torch.no_grad()
+@cases("residual, key", [("attnres", "full"), ("attnres_block", "block")])
+def test_attention_residuals_equal_the_golden(residual, key):
+    z, close = golden("attnres"), dict(rtol=0, atol=1e-9)
+    layers, C = z["w"].shape
+    shape = dict(n_layer=layers, n_embd=C, norm="none", norm_eps=z["eps"].item())
+    config = GPTConfig(residual=residual, **shape)
+    if residual == "attnres_block":
+        config.attnres_size = int(z["size"])
+    mode = RESIDUALS[residual]
+    modules = [mode(config, layer + 1).double() for layer in range(layers)]
+    ends = mode.ends(config).double()
+    for module, w, g in zip([*modules, ends], [*z["w"], z["w_out"]], [*z["g"], z["g_out"]]):
+        module.w.copy_(w)
+        module.source_norm.gain.copy_(g)
+    stream = ends.embed(z["e"].view(1, 1, C))
+    for module, W, expected in zip(modules, z["W"], z[key + "_h"]):
+        h, stream = module.read(stream)
+        assert_close(h[0, 0], expected, **close)
+        last, stream = module.weights(stream), module.write(stream, torch.tanh(h @ W.T))
+    assert_close(last[0, 0], z[key + "_weights_last"], **close)
+    assert_close(ends.readout(stream, None)[0][0, 0], z[key + "_out"], **close)
+
+
+def test_mhc_starts_as_prenorm_and_its_streams_part_in_training():
+    idx, (model, plain) = some_ids(), (tiny(residual=mode) for mode in ("mhc", "prenorm"))
+    model.load_state_dict(plain.state_dict(), strict=False)  # the maps stay
+    assert_close(model(idx)[0], plain(idx)[0], rtol=1e-4, atol=1e-5)
+    optimizers = model.optimizers("adamw", 1e-3, None, 0.1, (0.9, 0.95))
+
+    def apart():
+        """The rms of the last streams about their mean, over that of the mean"""
+        *_, (*_, last) = depth.walk(model, idx)
+        X = last.x.detach().unflatten(-1, (4, -1))
+        return ((X - X.mean(-2, keepdim=True)).norm() / X.mean(-2).norm() / 2).item()
+
+    assert apart() < 1e-5
+    for _ in range(10):
+        model(idx, idx.roll(-1, 1))[1].backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert apart() > 1e-3
+
+
+@cases("start, scale", [("prenorm", 0.0), ("paper", 0.01), ("deepseek", 1.0)])
+def test_the_matrices_of_mhc_have_columns_that_sum_to_1(start, scale):
+    model = tiny(residual="mhc", mhc_start=start)
+    scalars = [p for name, p in model.named_parameters() if name.endswith(".s")]
+    assert len(scalars) == 5 and all((p == torch.tensor(scale)).all() for p in scalars)
+    for change in (lambda model: model, shaken):
+        for _, residual, _, before, _ in depth.walk(change(model), some_ids()):
+            M = residual.mixing(before)
+            assert M.shape == (2, 32, 4, 4) and M.dtype == torch.float32 and M.min() > 0
+            assert (M.sum(-2) - 1).abs().max() < 1e-5 and (M.sum(-1) - 1).abs().max() < 1e-2
+
+
+@cases("residual, size", [("attnres", 1), ("attnres_block", 3)])
+def test_attention_residuals_without_queries_read_the_mean_of_their_sources(residual, size):
+    how = dict(attnres_size=size) if size > 1 else {}
+    model, idx, outputs = tiny(residual=residual, norm="none", **how), some_ids(), []
+    begin, *steps = depth.walk(model, idx)
+    for i, (sublayer, _, h, before, after) in enumerate([begin, *steps]):  # noqa: B007
+        outputs = outputs or [before.x]
+        blocks = [sum(outputs[1:][j : j + size]) for j in range(0, i, size)]
+        assert_close(h, torch.stack([outputs[0], *blocks]).mean(0))
+        outputs.append(sublayer(h, (model.cos, model.sin)) if i % 2 == 0 else sublayer(h))
+    blocks = [sum(outputs[1:][j : j + size]) for j in range(0, 4, size)]
+    assert_close(model.ends.additive(after), torch.stack([outputs[0], *blocks]).mean(0))
+
+
+def test_the_depth_report_has_the_mixing_of_streams_and_the_weights_of_sources():
+    report = lambda model: depth.depth(model.eval(), [(some_ids(), some_ids(seed=2))])
+    start = report(tiny(residual="mhc", mhc_start="paper"))["mixing entropy"]
+    assert start == pytest.approx([math.log(4)] * 4, rel=1e-3)  # all entries of M near 1 / 4
+    assert report(tiny(residual="hc"))["mixing entropy"] == pytest.approx([0] * 4, abs=1e-5)
+    for residual, size in (("attnres", 1), ("attnres_block", 3)):
+        how = dict(attnres_size=size) if size > 1 else {}
+        model = shaken(tiny(residual=residual, **how))
+        p, counts = np.array(report(model)["sources"]), [1 + -(-i // size) for i in range(5)]
+        assert p.shape == (5, counts[-1]) and np.allclose(p.sum(1), 1)
+        assert all((row[:n] > 0).all() and not row[n:].any() for row, n in zip(p, counts))
+
+
+@torch.no_grad()
+@cases("residual", ["attnres", "attnres_block"])
+def test_an_output_that_a_token_skips_gets_no_weight(residual):
+    model = routed(residual=residual, mod_router="learned", **{**MOD, "n_layer": 4})
+    *_, (*_, last) = depth.walk(model, some_ids())
+    p, sources = model.ends.weights(last), streams_file.sources_of(last)
+    assert_close(p.sum(-1), torch.ones(2, 32))
+    (embedding, all_tokens), *others = sources
+    assert all_tokens is None and 0 < torch.cat([ran for _, ran in others]).float().mean() < 1
+    for i, (v, ran) in enumerate(others, 1):
+        assert ((p[..., i, None] > 0) == ran).all() and not (v * ~ran).any()

@@ -1,0 +1,363 @@
+"""
+More than one residual stream: Hyper-Connections and Attention Residuals.
+
+F is a sublayer, f its output, C = n_embd, and rms(x)^2 = mean(x^2) + eps.
+
+Hyper-Connections keep n streams X (n, C) for each token. Three maps, made from X, mix them:
+
+    begin      X_i = embedding, for all i
+    sublayer   f = F(Norm(h_pre^T X)),  X <- M^T X + h_post f^T                                  (1)
+    end        Norm(h), where h is the sum of the streams for hc, and Eq. 6 for mhc
+
+    hc         arXiv 2409.19606.  t_i = tanh(W X_i / rms(X_i)), with n + 2 entries               (2)
+               (h_pre_i, h_post_i, M_i) = a_i + (s_1, s_2, s_1, ..., s_1) t_i                    (3)
+    mhc        arXiv 2512.24880.  z = vec(X) / rms(vec(X)),  y = W z, split into three           (4)
+               h_pre = sigmoid(s_1 y_1 + b_1) + eps,  h_post = 2 sigmoid(s_2 y_2 + b_2)
+               M = Sinkhorn(softmax(s_3 y_3 + b_3) + eps): columns divided by their sums, then
+               19 times rows and columns. Columns sum to 1, rows nearly                          (5)
+               end: h = sum_i (sigmoid(s y + b) + eps)_i X_i, with its own W, s and b            (6)
+
+Attention Residuals (arXiv 2603.15031) keep all sources v_0 ... v_m apart. Each sublayer has a
+learned query w and gain g, and so has the end of the model:
+
+    sources    attnres: v_0 = embedding, v_i = output of sublayer i
+               attnres_block: v_0 = embedding, v_i = sum of the outputs of block i, which is
+               attnres_size sublayers; the last block is a source from its first sublayer on
+    sublayer   p = softmax_i(<w * g, v_i> / rms(v_i)),  f = F(Norm(sum_i p_i v_i))               (7)
+
+mhc_start says where the maps of mhc begin. W is random. At "prenorm" the s are 0, h_pre reads the
+mean, h_post is 1 and M is near I: the model equals pre-norm, to about 1e-5. At "paper" the s are
+0.01, and at "deepseek", as in the code of DeepSeek-V4, they are 1; the b are 0 in both.
+Equal streams with zero maps would stay equal for ever; a random W parts them once the s move.
+
+Cost: n streams take n times the reads and writes of the stream, and `recompute` keeps n times the
+bytes. In attnres sublayer l reads l sources, so the reads grow with the square of the depth;
+attnres_block bounds the number of sources. All readers share the sources, so a step keeps about as
+much as pre-norm for its backward pass. The number of sources differs by depth, so the blocks of a
+model cannot share one compiled graph: compilation takes time in proportion to depth, see `graphs`.
+
+With Mixture of Depths, a token that skips a sublayer mixes nothing and writes nothing. In Eq. 7 an
+output that a token skipped is masked, because a source of zeros would still take weight.
+
+Differs from the papers:
+- Maps, Eq. 5 and Eq. 7 are float32, whatever the dtype of the stream.
+- Eq. 2 has an RMSNorm without a gain, because W can learn one.
+- The start of W in mhc is ours (W z has variance 1), and so is b = 0 at "paper".
+- attnres keeps each output in its own dtype, such as bfloat16. Sums have the dtype of the stream.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from norms import FinalNorm, PreNorm, RMSNorm, Stream, mlps, upcast
+
+EPS = 1e-6  # of Eqs. 4, 5 and 6
+STARTS = {"prenorm": 0.0, "paper": 0.01, "deepseek": 1.0}  # mhc_start: first s
+NEAR = 5.0  # mhc_start "prenorm": M starts with e^NEAR on its diagonal for each 1 beside it
+
+
+def reads_mean(n):
+    """The b at which sigmoid(b) = 1 / n."""
+    return -math.log(n - 1 + EPS)
+
+
+# ------------------------------------------------------------------------------------------------
+# Hyper-Connections: functions of the streams X (B, T, n, C)
+
+
+def products(x, w, eps):
+    """W x / rms(x), (..., rows) in float32, for x (..., C) and W (rows, C)."""
+    x = upcast(x)
+    with torch.autocast(x.device.type, enabled=False):
+        y = F.linear(x, upcast(w))
+    return y * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def sinkhorn(logits, iters=20, eps=EPS):
+    """Eq. 5: M (..., n, n), whose columns sum to 1, and rows nearly."""
+
+    def scaled(M, dim):  # not M / (...): the backward of this form is several times faster
+        return M * (1 / (M.sum(dim, keepdim=True) + eps))
+
+    M = scaled(logits.softmax(-1) + eps, -2)
+    for _ in range(iters - 1):
+        M = scaled(scaled(M, -1), -2)
+    return M
+
+
+def mhc_maps(X, w, s, b, iters=20, eps=EPS):
+    """Eqs. 4 and 5: h_pre and h_post (B, T, n), M (B, T, n, n)."""
+    n = X.size(-2)
+    y = products(X.flatten(-2), w, eps)
+    y, b = y.split([n, n, n * n], -1), b.split([n, n, n * n])
+    pre, post, mix = (s_i * y_i + b_i for s_i, y_i, b_i in zip(s.unbind(), y, b))
+    M = sinkhorn(mix.unflatten(-1, (n, n)), iters, eps)
+    return torch.sigmoid(pre) + eps, 2 * torch.sigmoid(post), M
+
+
+def mhc_end(X, w, s, b, eps=EPS):
+    """Eq. 6: (B, T, C)"""
+    return read(X, torch.sigmoid(s * products(X.flatten(-2), w, eps) + b) + eps)
+
+
+def read(X, pre):
+    """h_pre^T X of Eq. 1: (B, T, C) in float32."""
+    return sum(h[..., None] * upcast(x) for h, x in zip(pre.unbind(-1), X.unbind(-2)))
+
+
+def write(X, M, post, f):
+    """The new X of Eq. 1. post (B, T, n) may hold a gate on f (B, T, C).
+
+    One stream at a time: the compiler then makes all gradients in one pass over X, and unbind,
+    unlike indices, has a backward without zeros of the size of X.
+    """
+    old, new = [upcast(x) for x in X.unbind(-2)], []  # n of (B, T, C)
+    for column, h in zip(M.unbind(-1), post.unbind(-1)):
+        mixed = sum(m[..., None] * x for m, x in zip(column.unbind(-1), old))
+        new.append(mixed + h[..., None] * f)
+    return torch.stack(new, -2).to(X.dtype)
+
+
+# ------------------------------------------------------------------------------------------------
+# Hyper-Connections: the modes. Stream.x is X as (B, T, n C)
+
+
+class HCEnds(FinalNorm):
+    def __init__(self, config):
+        super().__init__(config)
+        self.n = config.hc_streams
+        if self.n < 1:
+            raise ValueError(f"hc_streams={self.n}: give at least 1")
+
+    def embed(self, e):
+        return Stream(e.repeat(1, 1, self.n))
+
+    def readout(self, stream, head):
+        return self.norm(self.additive(stream)).to(stream.x.dtype), head
+
+    def additive(self, stream):
+        return upcast(stream.x.unflatten(-1, (self.n, -1))).sum(-2)
+
+
+class MHCEnds(HCEnds):
+    decays = ("w",)
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.w = nn.Parameter(torch.empty(self.n, self.n * config.n_embd))
+        self.s = nn.Parameter(torch.empty(1))
+        self.b = nn.Parameter(torch.empty(self.n))
+        self.start = config.mhc_start
+
+    def reset_parameters(self):
+        nn.init.normal_(self.w, std=self.w.size(1) ** -0.5)
+        nn.init.constant_(self.s, STARTS[self.start])
+        nn.init.constant_(self.b, reads_mean(self.n) if self.start == "prenorm" else 0.0)
+
+    def additive(self, stream):
+        return mhc_end(stream.x.unflatten(-1, (self.n, -1)), self.w, self.s, self.b)
+
+
+class Connections(PreNorm):
+    """What hc and mhc share. A subclass has `maps`."""
+
+    decays = ("w",)  # parameters that decay: model.param_groups puts them in "maps"
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.n = config.hc_streams
+
+    def read(self, stream):
+        X = stream.x.unflatten(-1, (self.n, -1))
+        pre, post, M = self.maps(X)
+        lane = torch.cat([post[..., None], M], -1).flatten(-2)  # (B, T, n (1 + n)), for write
+        return self.norm(read(X, pre)).to(X.dtype), stream.replace(lane=lane)
+
+    def write(self, stream, f, gate=1.0):
+        post, M = stream.lane.unflatten(-1, (self.n, -1)).split([1, self.n], -1)
+        X = write(stream.x.unflatten(-1, (self.n, -1)), M, gate * post.squeeze(-1), f)
+        return stream.replace(x=X.flatten(-2), lane=None)
+
+    def mixing(self, stream):
+        """The M (B, T, n, n) of a stream that read has returned, for depth.py."""
+        return stream.lane.unflatten(-1, (self.n, -1))[..., 1:]
+
+
+class HC(Connections):
+    settings = ("hc_streams", "hc_dynamic")
+    ends = HCEnds
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.first, self.eps = layer % self.n, config.norm_eps
+        self.dynamic = config.hc_dynamic
+        self.a = nn.Parameter(torch.empty(self.n, self.n + 2))
+        if self.dynamic:
+            self.w = nn.Parameter(torch.empty(self.n + 2, config.n_embd))
+            self.s = nn.Parameter(torch.empty(2))
+
+    @staticmethod
+    def init_sublayers(block, config):
+        """Output projections start times sqrt(n), because the end sums n streams."""
+        for module in (block.attn.wo, *(mlp.down for mlp in mlps(block))):
+            getattr(module, "weight", module).mul_(math.sqrt(config.hc_streams))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.a)  # h_post
+        self.a[:, 0] = 0  # h_pre
+        self.a[self.first, 0] = 1
+        nn.init.eye_(self.a[:, 2:])  # M
+        if self.dynamic:
+            nn.init.zeros_(self.w)
+            nn.init.constant_(self.s, 0.01)
+
+    def maps(self, X):
+        """Eqs. 2 and 3: h_pre and h_post (B, T, n), M (B, T, n, n)."""
+        a = upcast(self.a).expand(*X.shape[:-1], -1)  # (B, T, n, n + 2)
+        if self.dynamic:
+            s_1, s_2 = self.s.unbind()
+            s = torch.stack([s_1, s_2, *[s_1] * self.n])
+            a = a + s * torch.tanh(products(X, self.w, self.eps))
+        pre, post, M = a.split([1, 1, self.n], -1)
+        return pre.squeeze(-1), post.squeeze(-1), M
+
+
+class MHC(Connections):
+    settings = ("hc_streams", "mhc_start")
+    ends = MHCEnds
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        rows = self.n + self.n + self.n * self.n
+        self.w = nn.Parameter(torch.empty(rows, self.n * config.n_embd))
+        self.s = nn.Parameter(torch.empty(3))
+        self.b = nn.Parameter(torch.empty(rows))
+        self.start = config.mhc_start
+
+    def reset_parameters(self):
+        nn.init.normal_(self.w, std=self.w.size(1) ** -0.5)
+        nn.init.constant_(self.s, STARTS[self.start])
+        nn.init.zeros_(self.b)
+        if self.start == "prenorm":
+            self.b[: self.n] = reads_mean(self.n)
+            self.b[2 * self.n :] = NEAR * torch.eye(self.n).flatten()
+
+    def maps(self, X):
+        return mhc_maps(X, self.w, self.s, self.b)
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention Residuals. A source is (v, ran): v (B, T, C), and ran (B, T, 1) tells the tokens that
+# have it, or is None if all do. Stream.x and Stream.lane are the newest source, which still grows
+
+
+def sources_of(stream):
+    return (*stream.sources, (stream.x, stream.lane))
+
+
+def weights(sources, w, norm):
+    """p of Eq. 7, (B, T, number of sources) in float32. norm has g and eps.
+
+    No source is cast to float32: each reader would keep its own copy for the backward pass.
+    """
+    query, scores = upcast(w * norm.gain), []
+    for v, ran in sources:
+        length = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=query.dtype)
+        rms = torch.sqrt(length * length / v.size(-1) + norm.eps)
+        score = (v * query).sum(-1, keepdim=True) / rms
+        scores.append(score if ran is None else score.masked_fill(~ran, -math.inf))
+    return torch.cat(scores, -1).softmax(-1)
+
+
+def mix(sources, p):
+    """sum_i p_i v_i of Eq. 7, (B, T, C) in float32."""
+    return sum(p_i[..., None] * v for p_i, (v, _) in zip(p.unbind(-1), sources))
+
+
+class AttnResEnds(FinalNorm):
+    def __init__(self, config):
+        super().__init__(config)
+        self.w = nn.Parameter(torch.empty(config.n_embd))
+        self.source_norm = RMSNorm(config.n_embd, config.norm_eps)
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.w)
+
+    def readout(self, stream, head):
+        return self.norm(self.additive(stream)).to(sources_of(stream)[0][0].dtype), head
+
+    def additive(self, stream):
+        return mix(sources_of(stream), self.weights(stream))
+
+    def weights(self, stream):
+        return weights(sources_of(stream), self.w, self.source_norm)
+
+
+class AttnRes(PreNorm):
+    ends = AttnResEnds
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.size = self.sublayers_a_block(config)
+        self.w = nn.Parameter(torch.empty(config.n_embd))
+        self.source_norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.begins = (layer - 1) % self.size == 0  # this sublayer is the first of its block
+
+    @staticmethod
+    def sublayers_a_block(config):
+        return 1
+
+    @staticmethod
+    def graphs(n_layer):
+        """How many graphs the blocks compile to. Each block has its own number of sources.
+
+        It is the most: blocks that differ in nothing share one. Routers whose k changes double it.
+        """
+        return n_layer
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.w)
+
+    def read(self, stream):
+        sources = sources_of(stream)
+        h = mix(sources, self.weights(stream))
+        return self.norm(h).to(sources[0][0].dtype), stream
+
+    def weights(self, stream):
+        """p of Eq. 7, (B, T, number of sources), for read and for depth.py."""
+        return weights(sources_of(stream), self.w, self.source_norm)
+
+    def write(self, stream, f, gate=1.0):
+        if not self.begins:
+            return stream.replace(x=(stream.x + gate * f).to(stream.x.dtype))
+        sources = sources_of(stream)
+        dtype = f.dtype if self.size == 1 else sources[0][0].dtype  # sums need the stream's dtype
+        return stream.replace(x=(gate * f).to(dtype), lane=None, sources=sources)
+
+    def skip(self, old, new, runs):
+        """The stream new for the tokens that run, (B, T, 1). Others add nothing to old. For mod.py.
+
+        If a block begins, its sum is masked for those that skip, until one of its sublayers runs.
+        """
+        if self.begins:
+            return new.replace(x=torch.where(runs, new.x, 0.0), lane=runs)
+        lane = None if old.lane is None else old.lane | runs
+        return new.replace(x=torch.where(runs, new.x, old.x), lane=lane)
+
+
+class BlockAttnRes(AttnRes):
+    settings = ("attnres_size",)
+
+    @staticmethod
+    def sublayers_a_block(config):
+        if config.attnres_size is None:
+            return math.ceil(2 * config.n_layer / 8)
+        if config.attnres_size < 1:
+            raise ValueError(f"attnres_size={config.attnres_size}: give at least 1")
+        return config.attnres_size
+
+
+RESIDUALS = {"hc": HC, "mhc": MHC, "attnres": AttnRes, "attnres_block": BlockAttnRes}
