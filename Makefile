@@ -13,10 +13,10 @@ train: .venv/ready
 	$(RUN) eval.py --out_dir=out/default --what=sample
 
 test: .venv/ready-to-test
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto -m "not slow" test_all.py test_rivals.py test_slow.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto -m "not slow"
 
 slow: .venv/ready-for-slow
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto -m slow test_all.py test_rivals.py test_slow.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto -m slow
 
 lint: .venv/ready-to-test
 	$(RUN) -m ruff check .

@@ -353,6 +353,11 @@ class X0Mix(PreNorm):
         self.mix = nn.Parameter(torch.empty(2)) if layer % 2 == 1 else None  # before each block
         self.after_middle = b == config.n_layer // 2 + 1
 
+    @staticmethod
+    def graphs(n_layer):
+        """How many graphs blocks compile to at most: before, at and after the middle."""
+        return 3
+
     def reset_parameters(self):
         if self.mix is not None:
             self.mix.copy_(torch.tensor(self.starts))

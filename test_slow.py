@@ -50,9 +50,9 @@ from test_all import (
     some_lanes,
     tiny,
     train,
-    write_conversations,
     write_texts,
 )
+from test_lora import write_conversations
 
 pytestmark = pytest.mark.slow
 

@@ -139,10 +139,10 @@ def try_break(entry):
         caught = None
         for expression in (first, ""):
             command = [sys.executable, "-m", "pytest", "-xq", "--tb=no", "-m", "not slow"]
-            command += ["-k", expression, f"--basetemp={folder}/tmp", "test_all.py"]
+            command += ["-k", expression, f"--basetemp={folder}/tmp"]
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-            failed = re.search(r"^FAILED test_all\.py::(.+?)(?: - .*)?$", ran.stdout, re.M)
+            failed = re.search(r"^FAILED test_\w+\.py::(.+?)(?: - .*)?$", ran.stdout, re.M)
             if ran.returncode == 1 and failed:
                 caught = failed[1]
                 break

@@ -1,0 +1,185 @@
+"""The tests of fine-tuning: adapters, conversations, documents in a row. See test_all.py."""
+
+import json
+import math
+import os
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import data as data_file
+import lora
+import model as model_file
+from model import RESIDUALS
+from test_all import (
+    HERE,
+    TINY_RUN,
+    assert_close,
+    cases,
+    checkpoint,
+    data,
+    log_of,
+    ranks,
+    refuses,
+    resume,
+    runs,
+    script,
+    shaken,
+    some_ids,
+    tiny,
+    train,
+)
+
+
+@cases("changes, targets", [
+    *((dict(residual=r), "wq,wk,wv,wo,up,down") for r in RESIDUALS),
+    (dict(activation="swiglu", bias=True), "wq,wk,wv,wo,up,gate,down"),
+    (dict(moe_experts=8), "wq,wk,wv,wo"),
+    (dict(moe_experts=8, moe_shared=32), "wq,wk,wv,wo,up,down"),
+    (dict(mod_on="both", mod_rate=0.8), "wq,wk,wv,wo,up,down"),
+])  # fmt: skip
+def test_adapters_start_at_zero_and_merge_exactly(changes, targets):
+    model, idx = shaken(tiny(**changes)).eval(), some_ids()
+    before, weights = model(idx)[0].detach(), {k: v.clone() for k, v in model.state_dict().items()}
+    dense, frozen = model.flops_per_token(), model.requires_grad_(False).flops_per_token()
+    assert 2 * dense / 3 <= frozen < 0.8 * dense  # attention scores always need gradients
+    model.blocks[0].attn.wk.requires_grad_()
+    assert model.flops_per_token() - frozen == 2 * 32 * 32
+    with pytest.raises(ValueError, match=f"'wx' is not one of {targets.replace(',', ', ')}$"):
+        lora.adapt(model, 4, 8.0, 0.0, "wq,wx")
+    lora.adapt(model, 4, 8.0, 0.5, targets)
+    assert torch.equal(model.eval()(idx)[0], before)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == 2 * len(lora.adapters(model)) == 4 * len(targets.split(","))
+    assert len(model.optimizers("adamw", 1, None, 0, (0.0, 0.0))) == 1
+    for p in trained:
+        torch.nn.init.normal_(p, std=0.1)
+    out, first, x = model(idx)[0].detach(), model.blocks[0].attn.wq, torch.randn(3, 32)
+    expected = F.linear(x, first.weight, first.bias) + 8.0 / 4 * x @ first.A.T @ first.B.T
+    assert_close(first(x), expected)
+    with lora.merged(model):
+        assert_close(model(idx)[0], out, atol=2e-5, rtol=1e-4)
+    assert torch.equal(model(idx)[0], out) and not torch.equal(out, before)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in weights.items())
+    model.train()
+    assert not torch.equal(first(x), first(x))  # dropout
+
+
+def write_conversations(path, n=40):
+    """Odd numbers are asked about twice."""
+    turns = [(f"What is {i}?", f"It is {i}.", "Sure?", "Yes.")[: 2 + 2 * (i % 2)] for i in range(n)]
+    path.write_text("".join(json.dumps({"conversations": t}) + "\n" for t in turns))
+    return path
+
+
+def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
+    encoding, path = data_file.get_tokenizer("bytes"), write_conversations(tmp_path / "c.jsonl")
+    packed = lambda split, T=160: lora.Conversations(path, split, encoding, T)
+    for split, count in (("train", 36), ("val", 4)):
+        for x, y, docs in (packed(split)[i] for i in range(len(packed(split)))):
+            assert (y[docs == 0] == -1).all()
+            count -= docs.max()
+            for doc in range(1, docs.max() + 1):
+                ids, targets = x[docs == doc].tolist(), y[docs == doc].tolist()
+                number = re.search(r"What is (\d+)", encoding.decode(ids))[1]
+                turns = [f"User: What is {number}?\n\nAssistant:", f" It is {number}.<|endoftext|>"]
+                turns += ["User: Sure?\n\nAssistant:", " Yes.<|endoftext|>"] * (int(number) % 2)
+                assert encoding.decode([*ids, 256]) == "<|endoftext|>" + "".join(turns)
+                assert encoding.decode([t for t in targets if t >= 0]) == "".join(turns[1::2])
+                assert all(t in (-1, after) for t, after in zip(targets, [*ids[1:], 256]))
+        assert count == 0
+    short = packed("train", 40)
+    assert 0 < short.cut <= short.kept and all((short[i][1] >= 0).any() for i in range(len(short)))
+    for n, val in ((2, 1), (3, 1), (15, 2)):
+        write_conversations(path, n)
+        assert (packed("train").kept, packed("val").kept) == (n - val, val)
+    refuses("1 conversations; at least 2", packed, write_conversations(path, 1) and "val")
+    path.write_text('{"text": "x"}\n')
+    refuses("record 0 is not", packed, "val")
+    path.unlink()
+    refuses("c.jsonl: no such file", packed, "val")
+
+
+@cases("changes", [*(dict(residual=r) for r in RESIDUALS), None])
+def test_documents_in_a_row_do_not_see_each_other(changes):
+    model = shaken(tiny(**(changes or dict(mod_on="both", mod_rate=0.3, moe_experts=4)))).eval()
+    idx, docs = some_ids(1), torch.tensor([[1] * 10 + [2] * 15 + [0] * 7])
+    packed, other = model(idx, None, docs)[0], idx.clone()
+    assert_close(packed[:, :10], model(idx[:, :10])[0], atol=1e-5, rtol=1e-4)
+    other[:, :10] = some_ids(1, seed=5)[:, :10]
+    changed = model(other, None, docs)[0]
+    assert_close(changed[:, 10:], packed[:, 10:], atol=1e-5, rtol=1e-4)
+    scaled = hasattr(RESIDUALS[model.config.residual], "equip")  # after the rotation
+    if changes and not scaled:  # rotary positions are relative
+        assert_close(packed[:, 10:25], model(idx[:, 10:25])[0], atol=1e-4, rtol=1e-3)
+    (grad,) = torch.autograd.grad(model.train()(idx, idx, docs)[1], model.embed.weight)
+    assert grad.isfinite().all()
+
+
+@cases("model", [
+    dict(residual="nag"), *(pytest.param(model, marks=pytest.mark.slow) for model in [
+        *(dict(residual=residual) for residual in RESIDUALS if residual != "nag"),
+        dict(residual="nag", mod_on="both", mod_rate=0.3), dict(residual="lns", moe_experts=4),
+        dict(residual="bhyt", mod_on="mlp", mod_rate=0.3, mod_router="learned", moe_experts=4),
+    ])])  # fmt: skip
+def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, tmp_path, model):
+    run, full, merged, base = (tmp_path / name for name in ("run", "full", "merged.pt", "base"))
+    train(data, base, **model)
+    config, chat = os.path.join(HERE, "config", "sft_lima.py"), tmp_path / "chat.jsonl"
+    sft = dict(init_from=base, sft_data=write_conversations(chat), learning_rate=3e-2, max_iters=20)
+    sft |= dict(block_size=64, eval_interval=10, eval_tokens=512, dtype="float32", compile=False)
+    adapt = dict(lora_targets="wq,wv", lora_dropout=0.1, keep_interval=10)
+    script("train.py", config, **sft, **adapt, out_dir=run)
+    script("train.py", config, **sft, lora_rank=0, out_dir=full)
+    first, *_, last = (r for r in log_of(run).records if r["val_loss"] is not None)
+    assert log_of(full).val_losses[-1] < first["val_loss"] - 0.2
+    assert last["val_loss"] < first["val_loss"] - 0.02  # nGPT's frozen alpha and s_z allow no more
+    state, (_, tuned) = checkpoint(run), lora.load_model(run)
+    assert state["config"] | {"block_size": 32, "bhyt_context": None} == checkpoint(base)["config"]
+    assert os.path.getsize(run / "ckpt.pt") < os.path.getsize(base / "ckpt.pt") / 2
+    assert not {*state["model"]} & {*dict(lora.load_model(base)[1].named_parameters())}
+    windows = data_file.Windows(data, "val", 64)
+    batches = data_file.eval_batches(windows, data_file.spread(windows, 512), 4, "cpu")
+    forgot = model_file.evaluate(tuned, batches)
+    assert first["pretraining_loss"] != last["pretraining_loss"] == pytest.approx(forgot, abs=1e-3)
+    script("lora.py", run / "ckpt.pt", merged)
+    assert torch.equal(lora.load_model(merged)[1](some_ids())[0], tuned(some_ids())[0])
+    os.replace(run / "ckpt_000010.pt", run / "ckpt.pt")
+    resume(run)
+    assert_close(checkpoint(run)["model"], state["model"], rtol=0, atol=0)
+    how = dict(lora_rank=4, optimizer="muon", log_grad_norms=True, flops_budget=1e8)
+    train(data, tmp_path / "muon", **how, init_from=merged)
+    log, header = log_of(tmp_path / "muon"), log_of(tmp_path / "muon").headers[0]
+    assert log.steps[-1] == header["max_iters"] == math.ceil(1e8 / header["flops_per_step"])
+    assert all(name.endswith((".A", ".B")) for name in log.records[-1]["grad_norms"])
+    refuses("was trained with lora_rank=8, not 3", resume, run, lora_rank=3)
+    refuses("was trained with lora_dropout=0.1, not 0.5", resume, run, lora_dropout=0.5)
+    refuses("holds adapters: merge them first", resume, tmp_path / "x", init_from=run, lora_rank=4)
+    refuses("with bias=False, not True", resume, tmp_path / "x", init_from=base, bias=True)
+    os.rename(base, tmp_path / "away")
+    refuses(f"belong to {base}/ckpt.pt, which is gone or has changed", lora.load_model, run)
+
+
+def test_fine_tuning_over_two_ranks_equals_one_process(data, runs, tmp_path):
+    how = dict(sft_data=write_conversations(tmp_path / "c.jsonl"), init_from=runs / "a")
+    how |= dict(lora_rank=4, learning_rate=1e-2, total_batch_tokens=64)
+    train(data, tmp_path / "one", **how, batch_size=2)
+    train(data, tmp_path / "accumulated", **how, batch_size=1)  # rows have unequal weights
+    ranks(data, tmp_path / "two", **how, batch_size=1)
+    one, *others = (log_of(tmp_path / name).losses for name in ("one", "accumulated", "two"))
+    assert others == [pytest.approx(one, abs=1e-4)] * 2
+
+
+@cases("size, context", [(16, 32), (32, None)])
+def test_fine_tuning_at_another_block_size_keeps_the_c_of_bhyt(data, tmp_path, size, context):
+    train(data, tmp_path / "a", residual="bhyt")
+    how = dict(learning_rate=1e-9, bhyt_interval=1, block_size=size, init_from=tmp_path / "a")
+    script("train.py", *TINY_RUN[5:], **how, out_dir=tmp_path / "b", max_iters=1)
+    fresh = lora.load_model(tmp_path / "a")[1].state_dict()
+    old, new = (checkpoint(tmp_path / name)["model"] for name in "ab")
+    assert checkpoint(tmp_path / "b")["config"]["bhyt_context"] == context
+    for key in ("blocks.0.attn_residual.c", "blocks.1.attn_residual.c"):
+        assert new[key].item() == pytest.approx(fresh[key].item(), rel=1e-3)
+        assert new[key].item() != pytest.approx(old[key].item(), rel=1e-6)
