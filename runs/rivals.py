@@ -1,0 +1,20 @@
+"""
+Every residual mode once: is one of them broken? 8 blocks of width 64, 1,000 steps of 2048 bytes.
+
+    python runs/rivals.py    50 minutes on 2 cores; prints a table of RESULTS.md
+
+One seed and three learning rates: too little to say which mode is better.
+"""
+
+from sweep import sweep, table
+
+MODES = "none postnorm prenorm perinorm lns dyt deepnorm rezero mixln x0mix nag orthogonal bhyt "
+MODES += "bhyt_exact prenorm_approx ngpt hc mhc attnres attnres_block"
+COMMON = "--n_embd=64 --max_iters=1000 --device=cpu --eval_interval=250 --log_interval=25"
+MANY_GRAPHS = ["--compile=False"]  # compilation would take longer than training
+
+variants = {}
+for mode in MODES.split():
+    more = MANY_GRAPHS if mode.startswith("attnres") else []
+    variants[mode] = [f"--residual={mode}", *more]
+table(sweep("rivals", variants, [4e-3, 8e-3, 1.6e-2], [1], COMMON.split()))
