@@ -53,10 +53,10 @@ from torch import nn
 from norms import NoEnds, mlps, refuse, upcast
 
 
-def unit(x, dim=-1):
+def unit(x):
     """x / |x| along dim, in the dtype of x"""
     x_float = upcast(x)
-    square = x_float.square().sum(dim, keepdim=True)
+    square = x_float.square().sum(-1, keepdim=True)
     return (x_float * torch.rsqrt(square.clamp(min=1e-12))).to(x.dtype)
 
 
@@ -131,7 +131,8 @@ class NGPTEnds(NoEnds):
         """Eq. 1, in place. A sharded weight is a DTensor, which sums its columns over all ranks."""
         for weight, axis in matrices(model):
             if weight.requires_grad:
-                weight.copy_(unit(weight, axis))
+                length = torch.linalg.vector_norm(weight, dim=axis, keepdim=True)
+                weight.div_(length.clamp(min=1e-6))
 
 
 class NGPT(nn.Module):
