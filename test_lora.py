@@ -143,7 +143,7 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, tmp_p
     windows = data_file.Windows(data, "val", 64)
     batches = data_file.eval_batches(windows, data_file.spread(windows, 512), 4, "cpu")
     forgot = model_file.evaluate(tuned, batches)
-    assert first["pretraining_loss"] != last["pretraining_loss"] == pytest.approx(forgot, abs=1e-3)
+    assert first["pretraining_loss"] != last["pretraining_loss"] == pytest.approx(forgot, abs=0.01)
     script("lora.py", run / "ckpt.pt", merged)
     assert torch.equal(lora.load_model(merged)[1](some_ids())[0], tuned(some_ids())[0])
     os.replace(run / "ckpt_000010.pt", run / "ckpt.pt")
