@@ -170,7 +170,7 @@ class NGPT(nn.Module):
     def write(self, stream, f, gate=1.0):
         g, f = unit(upcast(stream.x)), unit(upcast(f))
         alpha = gate * self.factor * self.alpha.abs()  # Eq. 6
-        return stream._replace(x=unit(g + alpha * (f - g)).to(stream.x.dtype))  # Eq. 2
+        return stream.replace(x=unit(g + alpha * (f - g)).to(stream.x.dtype))  # Eq. 2
 
 
 RESIDUALS = {"ngpt": NGPT}
