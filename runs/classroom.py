@@ -159,7 +159,7 @@ def transformer():
         torch.manual_seed(seed)
         model = GPT(GPTConfig(n_layer=1, n_head=4, n_embd=128, block_size=64, residual=residual))
         if name == "no_skip":
-            write = lambda stream, f, gate=1.0: stream._replace(x=f)
+            write = lambda stream, f, gate=1.0: stream.replace(x=f)
             model.blocks[0].attn_residual.write = model.blocks[0].mlp_residual.write = write
         loss_of = lambda x, y, model=model: model(x, y)[1]
         losses, last = train(model, loss_of, batches(64, batch_size // 8), 1e-3)
