@@ -580,7 +580,9 @@ def test_sampling_follows_the_distribution():
         assert (counts / 20000).tolist() == pytest.approx(expected, abs=0.02)
 
 
-@cases("changes", [dict(MOD, moe_experts=4), slow({}), slow(dict(residual="bhyt"))])
+@cases("changes", [
+    dict(MOD, moe_experts=4), *[slow(dict(residual=r)) for r in ("nag", "bhyt", "mhc", "attnres")],
+])  # fmt: skip
 def test_a_compiled_step_decodes_as_an_eager_one_and_is_compiled_once(changes):
     model, idx = shaken(tiny(**changes)).eval(), some_ids(T=4)
     torch._dynamo.reset()

@@ -19,8 +19,10 @@ from test_all import (
     cases,
     checkpoint,
     data,
+    evaluated,
     golden,
     log_of,
+    logits_and_gradients,
     ranks,
     resume,
     routed,
@@ -343,3 +345,24 @@ def test_an_output_that_a_token_skips_gets_no_weight(residual):
     assert all_tokens is None and 0 < torch.cat([ran for _, ran in others]).float().mean() < 1
     for i, (v, ran) in enumerate(others, 1):
         assert ((p[..., i, None] > 0) == ran).all() and not (v * ~ran).any()
+
+
+# --- All rivals -----------------------------------------------------------------------------------
+
+
+@cases("residual", ["hc", "mhc", "attnres", "attnres_block", "x0mix", "deepnorm"])
+def test_sharded_over_two_ranks_they_have_the_curve_of_one_process(data, tmp_path, residual):
+    how = dict(residual=residual, total_batch_tokens=256)
+    train(data, tmp_path / "one", **how)
+    ranks(data, tmp_path / "two", **how, shard="fsdp")
+    one, two = (log_of(tmp_path / name).losses for name in ("one", "two"))
+    assert two == pytest.approx(one, abs=1e-4)
+    evaluated(tmp_path / "two", "loss,depth", eval_tokens=512, depth_tokens=512)
+
+
+@cases("residual", ["ngpt", "hc", "mhc", "attnres", "attnres_block", "x0mix"])
+def test_recomputation_changes_no_gradient(residual):
+    model, idx = shaken(tiny(residual=residual, n_layer=4, dropout=0.1)), some_ids()
+    expected = logits_and_gradients(model, idx, idx.roll(-1, 1))
+    model.recompute = True
+    assert_close(logits_and_gradients(model, idx, idx.roll(-1, 1)), expected, rtol=1e-4, atol=1e-6)
