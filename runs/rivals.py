@@ -17,4 +17,4 @@ variants = {}
 for mode in MODES.split():
     more = MANY_GRAPHS if mode.startswith("attnres") else []
     variants[mode] = [f"--residual={mode}", *more]
-table(sweep("rivals", variants, [4e-3, 8e-3, 1.6e-2], [1], COMMON.split()))
+table(sweep("rivals", variants, [8e-3, 4e-3, 1.6e-2], [1], COMMON.split()))
