@@ -128,7 +128,7 @@ def compare(title, candidates, note=lambda name, medians: ""):
 
 
 def matrix_rate(flops, matmul):
-    """A note for compare: FLOPs per second as a share of those of a large matrix product."""
+    """A note for compare: FLOPs per second, relative to a large matrix product."""
     return lambda name, medians: f"{flops[name] / medians[name] / matmul:.0%} of the matrix rate"
 
 

@@ -262,9 +262,8 @@ def read_tensors(folder, prefix, params=None):
                 else:
                     tensors[key] = torch.empty(tensor["size"], dtype=tensor["dtype"])
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # torch warns that reading is not distributed: each rank reads by itself
+            # torch warns that reading is not distributed: each rank reads by itself
+            warnings.simplefilter("ignore")
             load_parts(tensors, storage_reader=Reader(folder), no_dist=True)
     except READ_ERRORS as error:
         raise SystemExit(f"{folder} is no complete checkpoint: {describe(error)}")

@@ -102,9 +102,9 @@ def describe(s, seen):
 def look(model, x, y):
     """Measure one batch. Returns ({quantity: tensor}, directions, outcomes).
 
-    A quantity has one value per sublayer or block. Those of describe also have a first value, for
-    the embedding. "mixing entropy" is that of the matrices that mix n streams. "sources" is a
-    matrix: the weights that each sublayer, and last the head, gives to its sources. The oldest
+    A quantity has one value per sublayer or block. The quantities of describe start with one more
+    value, for the embedding. "mixing entropy" is that of the matrices that mix n streams. "sources"
+    is a matrix: the weights that each sublayer, and last the head, gives to its sources. The oldest
     source comes first, and later ones have weight 0.
     directions (2 n_layer, C) are the mean directions of the sublayers' updates.
     """

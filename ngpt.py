@@ -50,7 +50,7 @@ import math
 import torch
 from torch import nn
 
-from norms import NoEnds, mlps, refuse, upcast
+from norms import NoEnds, mlps, refuse, upcast, weight_of
 
 
 def unit(x):
@@ -104,9 +104,9 @@ def matrices(model):
         for mlp in mlps(block):
             readers += [mlp.up] if mlp.gate is None else [mlp.up, mlp.gate]
             writers += [mlp.down]
-    for modules, axis in ((readers, -1), (writers, -2)):
-        for module in modules:
-            yield getattr(module, "weight", module), axis  # experts are a parameter (E, out, in)
+    for layers, axis in ((readers, -1), (writers, -2)):
+        for layer in layers:
+            yield weight_of(layer), axis
 
 
 class NGPTEnds(NoEnds):
@@ -159,7 +159,7 @@ class NGPT(nn.Module):
         if attn.n_kv_head != attn.n_head:
             attn.k_scale = UnitHeads(attn.n_kv_head, config)
         for mlp in mlps(block):
-            hidden = getattr(mlp.up, "weight", mlp.up).size(-2)  # of (hidden, d) or (E, hidden, d)
+            hidden = weight_of(mlp.up).size(-2)
             mlp.up_scale = HiddenScale(hidden, config)
             if mlp.gate is not None:
                 mlp.gate_scale = HiddenScale(hidden, config)

@@ -66,6 +66,11 @@ def mlps(block):
     return [block.mlp] if shared is None else [block.mlp, shared]
 
 
+def weight_of(layer):
+    """The weight (out, in) of a linear. Experts are the parameter (E, out, in) itself."""
+    return getattr(layer, "weight", layer)
+
+
 def gathered(x):
     """The full tensor if FSDP has sharded x, else x. Every rank must call this function."""
     return x.full_tensor() if isinstance(x, DTensor) else x
@@ -301,9 +306,9 @@ class DeepNorm(PostNorm):
     @staticmethod
     def init_sublayers(block, config):
         """Xavier times (8B)^(-1/4), for all matrices of a block but W_q and W_k."""
-        weights = [block.attn.wv.weight, block.attn.wo.weight]
-        weights += [w for mlp in mlps(block) for w in (mlp.up, mlp.gate, mlp.down) if w is not None]
-        for weight in (getattr(w, "weight", w) for w in weights):  # experts are (E, out, in)
+        layers = [block.attn.wv, block.attn.wo]
+        layers += [m for mlp in mlps(block) for m in (mlp.up, mlp.gate, mlp.down) if m is not None]
+        for weight in map(weight_of, layers):
             std = (2 / (weight.size(-1) + weight.size(-2))) ** 0.5
             nn.init.normal_(weight, std=std * (8 * config.n_layer) ** -0.25)
 

@@ -52,7 +52,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from norms import FinalNorm, PreNorm, RMSNorm, Stream, mlps, upcast
+from norms import FinalNorm, PreNorm, RMSNorm, Stream, mlps, upcast, weight_of
 
 EPS = 1e-6  # of Eqs. 4, 5 and 6
 STARTS = {"prenorm": 0.0, "paper": 0.01, "deepseek": 1.0}  # mhc_start: first s
@@ -202,8 +202,8 @@ class HC(Connections):
     @staticmethod
     def init_sublayers(block, config):
         """Output projections start times sqrt(n), because the end sums n streams."""
-        for module in (block.attn.wo, *(mlp.down for mlp in mlps(block))):
-            getattr(module, "weight", module).mul_(math.sqrt(config.hc_streams))
+        for layer in (block.attn.wo, *(mlp.down for mlp in mlps(block))):
+            weight_of(layer).mul_(math.sqrt(config.hc_streams))
 
     def reset_parameters(self):
         nn.init.ones_(self.a)  # h_post

@@ -364,7 +364,7 @@ def mhc_end(m, X, W):
 
 
 def attended(m, outputs, size):
-    """The weighted sum of Attention Residuals: outputs are the embedding and those of sublayers"""
+    """The weighted sum of Attention Residuals. outputs: the embedding, then each sublayer's"""
     e, *f = outputs
     v = [e, *(sum(f[i : i + size]) for i in range(0, len(f), size))]
     scores = [m.p("source_norm.gain") * m.scaled(source) @ m.p("w") for source in v]

@@ -264,7 +264,7 @@ def test_a_run_resumes_on_any_number_of_ranks(data, tmp_path, more, close):
 
 
 def step_of(path):
-    """The step of a checkpoint, of which nothing else is read: the run may remove it meanwhile."""
+    """The step of a checkpoint. Nothing else is read, because the run may remove its files."""
     folder = os.path.isdir(path)
     return checkpoints.step_of(path) if folder else checkpoints.read_file(path)["step"]
 
@@ -528,6 +528,14 @@ def test_bench_keeps_every_number(data, tmp_path, capsys):
     assert min(report["copy_bytes_s"], report["matmul_flops_s"]) > 1e8
     texts = ("tokens/s", "of reading the weights", "of the FLOPs", "bare rate", "a batch of 2 x 32")
     assert all(text in printed for text in texts)
+
+
+def test_every_break_of_the_mutants_still_applies():
+    """Here, and not in the suite that the breaks are tried on: this would notice all of them."""
+    for name, file, before, after, _ in runpy.run_path(f"{HERE}/runs/mutants.py")["BREAKS"]:
+        code = open(os.path.join(HERE, file)).read()
+        assert code.count(before) == 1, f"{name}: {file} has changed"
+        compile(code.replace(before, after), file, "exec")  # a mistake, but no syntax error
 
 
 def at_toy_size(command, corpus, tasks):

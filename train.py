@@ -108,7 +108,7 @@ def fail(message):
 
 
 # ------------------------------------------------------------------------------------------------
-# Settings: those of the checkpoint if the run starts from one, overridden by those given now
+# Settings: the checkpoint's, if the run starts from one. Settings given now override them.
 
 MAY_CHANGE = set(  # on resume or branch; the others define model, data order and optimizer
     "data_dir out_dir init_from branch_from max_iters flops_budget batch_size "

@@ -1,7 +1,7 @@
 """
 Every residual mode once: is one of them broken? 8 blocks of width 64, 1,000 steps of 2048 bytes.
 
-    python runs/rivals.py    50 minutes on 2 cores; prints a table of RESULTS.md
+    python runs/rivals.py    prints a table
 
 One seed and three learning rates: too little to say which mode is better.
 """
