@@ -71,7 +71,7 @@ def gather_rows(x, rows):
 
 
 class Attention(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, b=0):
         super().__init__()
         C, D, bias = config.n_embd, config.n_embd // config.n_head, config.bias
         self.n_head = config.n_head
@@ -83,26 +83,37 @@ class Attention(nn.Module):
         self.wo = nn.Linear(self.n_head * D, C, bias)
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
+        has_values = (
+            config.value_embeds and b % 2 == (config.n_layer - 1) % 2
+        )  # also the last block
+        self.value_gate = nn.Parameter(torch.empty(self.n_kv_head)) if has_values else None
         self.q_scale = self.k_scale = nn.Identity()  # unless the mode has its own
         self.softmax_scale = 1 / math.sqrt(D)
+
+    def reset_parameters(self):
+        if self.value_gate is not None:
+            nn.init.ones_(self.value_gate)
 
     def query(self, h, rope):
         return self.q_scale(rotary(self.q_norm(self.heads(self.wq(h))), rope))  # (B, H, T, D)
 
-    def key_value(self, h, rope):
+    def key_value(self, h, rope, values):
         k = self.k_scale(rotary(self.k_norm(self.heads(self.wk(h))), rope))
-        return k, self.heads(self.wv(h))  # (B, G, T, D) each
+        v = self.heads(self.wv(h))
+        if values is not None:
+            v = v + self.value_gate[:, None, None].to(v.dtype) * self.heads(values).to(v.dtype)
+        return k, v  # (B, G, T, D) each
 
     def heads(self, x):
         return x.unflatten(-1, (-1, self.wq.out_features // self.n_head)).transpose(1, 2)
 
-    def forward(self, h, rope, docs=None, cache=None, rows=None):
+    def forward(self, h, rope, docs=None, cache=None, rows=None, values=None):
         """h (B, T, C) -> (B, T, C), or (B, k, C) for the k queries that rows names (gather_rows).
 
         docs (B, T) numbers the documents of a row; a token attends only within its document.
         cache is (keys, values, positions): (B, G, L, D) twice, and the T positions to fill.
         """
-        k, v = self.key_value(h, rope)
+        k, v = self.key_value(h, rope, values)
         at = torch.arange(h.size(1), device=h.device)  # positions of the queries among the keys
         if cache is not None:
             past_k, past_v, at = cache

@@ -11,13 +11,15 @@ Config files and --key=value override them, in the order given:
     python train.py config/gpt2_124m.py --learning_rate=3e-4
 
 The fields of dataclasses passed to configure are settings too. A config file holds lines of
-key = literal. It is parsed, never executed.
+key = literal. It is parsed, never executed. The line include = "other.py" stands for the lines of
+another file in its folder.
 """
 
 import ast
 import difflib
 import inspect
 import io
+import os
 import textwrap
 import tokenize
 from typing import NamedTuple
@@ -102,7 +104,7 @@ def literal(text, types):
 
 
 def read_file(path):
-    """Yield (path, key, value) for every line of a config file."""
+    """Yield (path, key, value) for every line of a config file and of the files it includes."""
     hint = "settings are written --key=value"
     try:
         body = ast.parse(open(path).read()).body
@@ -115,11 +117,15 @@ def read_file(path):
             continue  # a docstring
         try:
             (target,) = node.targets
-            yield path, target.id, ast.literal_eval(node.value)
+            key, value = target.id, ast.literal_eval(node.value)
         except (AttributeError, ValueError, TypeError):
             line = f"{path}, line {node.lineno}"
             got = ast.unparse(node)
             raise SystemExit(f"{line}: expected key = literal, got {got!r}") from None
+        if key == "include":
+            yield from read_file(os.path.join(os.path.dirname(path), str(value)))
+        else:
+            yield path, key, value
 
 
 def convert(source, key, value, types):

@@ -32,13 +32,17 @@ def walk(model, x):
     if sharded:
         model.unshard()
     stream = model.begin(x, torch.arange(x.size(1), device=x.device))
-    for block in model.blocks:
+    for b, block in enumerate(model.blocks):
+        values = model.values(b, x)
         if sharded:
             block.unshard()
         pairs = ((block.attn, block.attn_residual), (block.mlp, block.mlp_residual))
         for sublayer, residual in pairs:
             h, before = residual.read(stream)
-            stream = block.attend(stream, rope) if sublayer is block.attn else block.feed(stream)
+            if sublayer is block.attn:
+                stream = block.attend(stream, rope, values=values)
+            else:
+                stream = block.feed(stream)
             yield sublayer, residual, h, before, stream
         if sharded:
             block.reshard()

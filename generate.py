@@ -32,7 +32,12 @@ class KVCache:
             for _ in range(config.n_layer)
         ]
         self.at = torch.zeros((), dtype=torch.int64, device=w.device)
-        for tensor in (self.at, *sum(self.kv, [])):  # CUDA graphs need fixed addresses to write to
+        self.last = torch.full((batch, 1), config.vocab_size, device=w.device)
+        for tensor in (
+            self.at,
+            self.last,
+            *sum(self.kv, []),
+        ):  # CUDA graphs need fixed addresses to write to
             torch._dynamo.mark_static_address(tensor)
 
 
@@ -110,6 +115,7 @@ def stream_tokens(
             new = torch.cat(text, dim=1)[:, -max(1, size // 2) :]
             text, filled = [new], 0
             cache.at.zero_()
+            cache.last.fill_(model.config.vocab_size)
         filled += new.size(1)
         run = step if new.size(1) == 1 else next_token
         new = run(model, new, cache, *options).clone()  # a CUDA graph reuses its output

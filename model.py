@@ -23,6 +23,7 @@ import ngpt
 import norms
 import streams
 from attention import Attention, gather_rows, rotary_table
+from muon import Muon
 from norms import pick
 
 RESIDUALS = {  # name: class
@@ -46,15 +47,20 @@ class GPTConfig:
     residual: str = "nag"  # how sublayers read and write the stream: a name from RESIDUALS
     norm: str = "rms"  # rms, layer or none
     norm_eps: float = 1e-6  # epsilon of the norms, inside the root
-    activation: str = "gelu"  # gelu, relu, silu or swiglu
+    activation: str = "gelu"  # gelu, relu, relu2, silu or swiglu
     qk_norm: bool = False  # RMSNorm on queries and keys
     rope_base: float = 10000.0  # base of the rotary frequencies
     bf16_stream: bool = False  # keep the stream in bfloat16 under bfloat16 autocast
     tied: bool = True  # one matrix for embedding and head
+    pairs: int = 0  # rows of an embedding of (token before, token), found by a hash; 0: none
+    value_embeds: bool = False  # every second block adds an embedding of the token to its values
+    logit_cap: float | None = None  # logits become cap tanh(logits / cap); None: no cap
     bias: bool = False  # biases in the linears, and LayerNorm's shift
     dropout: float = 0.0  # on the embedding, the attention weights and every sublayer's output
     init: str = "normal"  # linears: normal, kaiming (gain of the activation), xavier or uniform
     init_scale: float = 0.05  # std of the embedding and of normal; bound of uniform
+    embed_scale: float | None = None  # std of the embedding; None: init_scale
+    head_scale: float | None = None  # std of a head that is not tied; None: init_scale
     init_out: str | None = None  # output projections: scaled, plain or zero; None: mode's default
     branch_scale: str = "one"  # factor on sublayer outputs: one, or depth for 1/sqrt(n_layer)
     dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: initial alpha before attention, MLP and head
@@ -96,6 +102,7 @@ class GPTConfig:
 ACTIVATIONS = {  # name: (function, whether it is gated, variance-preserving gain for the init)
     "gelu": (F.gelu, False, 1.7),
     "relu": (F.relu, False, math.sqrt(2)),
+    "relu2": (lambda x: F.relu(x).square(), False, math.sqrt(2 / 3)),
     "silu": (F.silu, False, 1.7),
     "swiglu": (F.silu, True, 1.7),
 }
@@ -138,7 +145,7 @@ class Block(nn.Module):
     def __init__(self, config, b):
         super().__init__()
         residual = pick(RESIDUALS, config.residual, "residual")
-        self.attn, self.attn_residual = Attention(config), residual(config, 2 * b + 1)
+        self.attn, self.attn_residual = Attention(config, b), residual(config, 2 * b + 1)
         self.mlp, self.mlp_residual = make_mlp(config), residual(config, 2 * b + 2)
         if hasattr(residual, "equip"):
             residual.equip(self, config)
@@ -151,12 +158,12 @@ class Block(nn.Module):
         self.scale = pick(scales, config.branch_scale, "branch_scale")
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, stream, rope, docs=None, cache=None):
-        return self.feed(self.attend(stream, rope, docs, cache))
+    def forward(self, stream, rope, docs=None, cache=None, values=None):
+        return self.feed(self.attend(stream, rope, docs, cache, values))
 
-    def attend(self, stream, rope, docs=None, cache=None):
+    def attend(self, stream, rope, docs=None, cache=None, values=None):
         def run(h, rows=None):
-            return self.drop(self.attn(h, rope, docs, cache, rows))
+            return self.drop(self.attn(h, rope, docs, cache, rows, values))
 
         return self.sublayer(run, self.attn_residual, self.attn_router, stream)
 
@@ -183,8 +190,15 @@ class GPT(nn.Module):
         check(config)
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.pairs = nn.Embedding(config.pairs, config.n_embd) if config.pairs else None
         self.ends = pick(RESIDUALS, config.residual, "residual").ends(config)
         self.blocks = nn.ModuleList(Block(config, b) for b in range(config.n_layer))
+        self.value_embeds = nn.ModuleDict()
+        for b, block in enumerate(self.blocks):
+            if block.attn.value_gate is not None:
+                self.value_embeds[str(b)] = nn.Embedding(
+                    config.vocab_size, block.attn.wv.out_features
+                )
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
@@ -206,12 +220,18 @@ class GPT(nn.Module):
         """
         hidden, head = self.hidden(idx, docs, cache)
         if targets is None:
-            return F.linear(hidden[:, -1:] if last else hidden, head), None
+            return self.logits(hidden[:, -1:] if last else hidden, head), None
         penalty = moe.penalty(self) if self.training else 0.0
         if self.loss_chunk is not None:
-            return None, chunked_cross_entropy(hidden, head, targets, self.loss_chunk) + penalty
-        logits = F.linear(hidden, head)
+            loss = chunked_cross_entropy(self.logits, hidden, head, targets, self.loss_chunk)
+            return None, loss + penalty
+        logits = self.logits(hidden, head)
         return logits, cross_entropy(logits, targets) + penalty
+
+    def logits(self, hidden, head):
+        """Hidden states (..., C) and the head's weights (V, C) -> logits (..., V)."""
+        logits, cap = F.linear(hidden, head), self.config.logit_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def hidden(self, idx, docs=None, cache=None):
         """Returns (hidden states (B, T, C), head weights (V, C)). Their product is the logits."""
@@ -220,19 +240,33 @@ class GPT(nn.Module):
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
         at = at if cache is None else cache.at + at
         rope = (self.cos[:T], self.sin[:T]) if cache is None else (self.cos[at], self.sin[at])
-        stream = self.begin(idx, at)
+        stream = self.begin(idx, at, docs, cache)
         moe.reset_penalties(self)
         for b, block in enumerate(self.blocks):
             recompute = self.recompute and self.training
             run = partial(checkpoint, block, use_reentrant=False) if recompute else block
-            stream = run(stream, rope, docs, None if cache is None else (*cache.kv[b], at))
+            kv = None if cache is None else (*cache.kv[b], at)
+            stream = run(stream, rope, docs, kv, self.values(b, idx))
         if cache is not None:
             cache.at.add_(T)
+            cache.last.copy_(idx[:, -1:])
         return self.ends.readout(stream, self.head.weight)
 
-    def begin(self, idx, at):
+    def values(self, b, idx):
+        """What block b adds to the values of its attention, (B, T, G D) or None."""
+        return self.value_embeds[str(b)](idx) if str(b) in self.value_embeds else None
+
+    def begin(self, idx, at, docs=None, cache=None):
         """The stream before the first block. at (T,): positions of the tokens."""
-        e = self.drop(self.embed(idx))
+        e = self.embed(idx)
+        if self.pairs is not None:
+            none = torch.full_like(idx[:, :1], self.config.vocab_size)  # before the first token
+            before = torch.cat((none if cache is None else cache.last, idx[:, :-1]), dim=1)
+            if docs is not None:
+                same = torch.cat((docs[:, :1] < 0, docs[:, 1:] == docs[:, :-1]), dim=1)
+                before = torch.where(same, before, none)
+            e = e + self.pairs(pair_rows(before, idx, self.config.pairs))
+        e = self.drop(e)
         if self.config.bf16_stream and torch.is_autocast_enabled(e.device.type):
             e = e.bfloat16()
         return self.ends.embed(e).replace(at=at[:, None])
@@ -249,13 +283,15 @@ class GPT(nn.Module):
         shrink = pick(shrinks, init_out(config), "init_out")
         for module in self.modules():
             if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=config.init_scale)
+                nn.init.normal_(module.weight, std=embed_scale(config))
             elif isinstance(module, nn.Linear):
                 if module is not self.head:
                     factor = gain if module in in_mlp else 1.0
                     INITS[config.init](module.weight, config.init_scale, factor)
                 elif not config.tied:
-                    nn.init.normal_(module.weight, std=config.init_scale)
+                    nn.init.normal_(
+                        module.weight, std=or_else(config.head_scale, config.init_scale)
+                    )
                 if module in outputs:
                     module.weight.mul_(shrink)
                 if module.bias is not None:
@@ -308,13 +344,15 @@ class GPT(nn.Module):
         gates: the parameters of a residual except the gains of its norms, and scalars of norms.
         maps: the parameters of a residual that decay: those that its class lists in `decays`.
         """
-        kinds = ("matrices", "experts", "embeddings", "maps", "vectors", "gates")
+        kinds = ("matrices", "experts", "embeddings", "head", "maps", "vectors", "gates")
         groups = {kind: [] for kind in kinds}
         residual = RESIDUALS[self.config.residual]
         for name, p in self.named_parameters():
             owner = self.get_submodule(name.rpartition(".")[0])
-            if owner in (self.embed, self.head):
+            if isinstance(owner, nn.Embedding):
                 groups["embeddings"].append(name)
+            elif owner is self.head:
+                groups["head"].append(name)
             elif isinstance(owner, moe.MoE):  # (E, out, in): many matrices
                 groups["experts"].append(name)
             elif isinstance(owner, nn.Linear) and p.ndim == 2:
@@ -329,25 +367,25 @@ class GPT(nn.Module):
                 groups["vectors"].append(name)
         return groups
 
-    def optimizers(self, kind, learning_rate, gate_lr, weight_decay, betas):
-        """AdamW for all, or Muon for the matrices and AdamW for the rest.
+    def optimizers(self, kind, learning_rate, rates, weight_decay, betas, momentum=0.95):
+        """AdamW for all, or Muon for matrices and experts and AdamW for the rest.
 
-        "peak" of each group is its highest learning rate.
+        rates are peak learning rates of other groups, such as {"gates": 1e-3}. "peak" of a group is
+        its highest learning rate.
         """
         named, names = dict(self.named_parameters()), self.param_groups()
         assert sorted(sum(names.values(), [])) == sorted(named), "each parameter is in one group"
-        gate_lr = learning_rate if gate_lr is None else gate_lr
-        peaks = dict.fromkeys(names, learning_rate) | {"gates": gate_lr}
         decays = dict.fromkeys(names, weight_decay) | {"vectors": 0.0, "gates": 0.0}
         groups = {}
         for key in names:
             params = [named[n] for n in names[key] if named[n].requires_grad]
+            peak = rates.get(key, learning_rate)
             if params:
-                groups[key] = {"params": params, "peak": peaks[key], "weight_decay": decays[key]}
+                groups[key] = {"params": params, "peak": peak, "weight_decay": decays[key]}
         made = []
-        if kind == "muon":  # match_rms_adamw: updates as large as AdamW's, for one learning_rate
-            matrices = [groups.pop("matrices")]
-            made.append(torch.optim.Muon(matrices, learning_rate, adjust_lr_fn="match_rms_adamw"))
+        if kind == "muon":
+            matrices = [groups.pop(key) for key in ("matrices", "experts") if key in groups]
+            made.append(Muon(matrices, learning_rate, momentum))
         if groups:  # none are left if Muon trains only adapters
             fused = self.embed.weight.device.type in ("cuda", "cpu")
             made.append(torch.optim.AdamW([*groups.values()], learning_rate, betas, fused=fused))
@@ -427,6 +465,9 @@ def check(config):
     rules = (
         (c.rope_base > 0, f"rope_base={c.rope_base}: must be above 0"),
         (c.init_scale > 0, f"init_scale={c.init_scale}: must be above 0"),
+        (c.pairs >= 0, f"pairs={c.pairs}: must be at least 0"),
+        (c.logit_cap is None or c.logit_cap > 0, f"logit_cap={c.logit_cap}: must be above 0"),
+        (c.head_scale is None or not c.tied, f"head_scale={c.head_scale} needs tied=False"),
         (0 <= c.dropout < 1, f"dropout={c.dropout}: give a share, 0 <= dropout < 1"),
         (C % H == 0, f"n_embd={C} does not divide into n_head={H} heads"),
         (C // H % 2 == 0, f"n_embd / n_head = {C // H} is odd: rotary turns pairs of features"),
@@ -464,18 +505,32 @@ INITS = {  # name: (weight, scale, gain of the activation) -> None
 }
 
 
+def or_else(value, default):
+    return default if value is None else value
+
+
+def embed_scale(config):
+    """Initial std of the embeddings."""
+    return or_else(config.embed_scale, config.init_scale)
+
+
+def pair_rows(before, idx, rows):
+    """The row of each pair of tokens in a table of so many rows."""
+    return (before * 1000003 + idx * 8191) % rows
+
+
 def cross_entropy(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
 
 
-def chunked_cross_entropy(hidden, head, targets, chunk):
+def chunked_cross_entropy(logits, hidden, head, targets, chunk):
     """cross_entropy(hidden @ head.T, targets) without all logits at once.
 
     At most `chunk` tokens' logits exist at a time; the backward pass recomputes them.
     """
 
     def part(h, y):
-        return F.cross_entropy(F.linear(h, head).float(), y, ignore_index=-1, reduction="sum")
+        return F.cross_entropy(logits(h, head).float(), y, ignore_index=-1, reduction="sum")
 
     parts = zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk))
     return sum(checkpoint(part, h, y, use_reentrant=False) for h, y in parts) / (targets >= 0).sum()

@@ -55,6 +55,7 @@ TINY_RUN = (
     "--warmup_iters=2 --eval_tokens=512 --eval_interval=3 --log_interval=1 --device=cpu "
     "--dtype=float32 --compile=False"
 ).split()
+EXTRAS = dict(pairs=13, value_embeds=True, logit_cap=1.0)
 FIELDS = dataclasses.fields(GPTConfig)
 MOD = dict(mod_on="both", mod_rate=0.4)
 assert_close = torch.testing.assert_close
@@ -115,7 +116,8 @@ def configure(*argv):
 
 
 def test_settings_take_values_of_their_type_in_the_order_given(tmp_path):
-    (tmp_path / "x.py").write_text('"""A config file"""\nmax_iters = 1e3\nn_embd = 6\n')
+    (tmp_path / "x.py").write_text('"""A config file"""\ninclude = "y.py"\nn_embd = 6\n')
+    (tmp_path / "y.py").write_text("max_iters = 1e3\nn_embd = 4")
     argv = f"--max_iters=5 {tmp_path}/x.py --n_embd=8 --beta1=1 --out_dir=b=c --wandb_project=7"
     argv += " --wandb_log=True --dyt_alpha=(1,2,3) --gate_lr=2 --min_lr=1 --min_lr=None"
     values, namespace = configure(*argv.split())
@@ -196,7 +198,8 @@ class Formulas:
 
     activations = {
         "gelu": lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
-        "relu": lambda z: z.clamp(min=0), "silu": lambda z: z / (1 + torch.exp(-z)),
+        "relu": lambda z: z.clamp(min=0), "relu2": lambda z: z.clamp(min=0) ** 2,
+        "silu": lambda z: z / (1 + torch.exp(-z)),
     }  # fmt: skip
 
     def __init__(self, model):
@@ -246,6 +249,9 @@ class Formulas:
     def attn(self, x, at):
         q, k = (self.rotated(x, at, n) for n in "qk")
         v = self.linear(x, at + ".wv").unflatten(-1, k.shape[2:])
+        if at + ".value_gate" in self.P:
+            values = self.P[f"value_embeds.{self.b}.weight"][self.idx]
+            v = v + self.P[at + ".value_gate"][:, None] * values.view(v.shape)
         group = [head * k.size(2) // q.size(2) for head in range(q.size(2))]
         future = torch.ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
         scores = torch.einsum("bthd,bshd->bhts", q, k[:, :, group])
@@ -445,13 +451,18 @@ def naive(model, idx):
     if mode not in EQUATIONS:
         pytest.fail(f"residual mode {mode!r} has no equation: add one to EQUATIONS in test_all.py")
     sublayer, begin, end = EQUATIONS[mode]
-    x = begin(m, m.P["embed.weight"][idx])
+    m.idx, e = idx, m.P["embed.weight"][idx]
+    if m.c.pairs:
+        before = torch.cat((torch.full((len(idx), 1), m.c.vocab_size), idx[:, :-1]), 1)
+        e = e + m.P["pairs.weight"][(before * 1000003 + idx * 8191) % m.c.pairs]
+    x = begin(m, e)
     for b, name in itertools.product(range(m.c.n_layer), ("attn", "mlp")):
         m.b, m.at = b, f"blocks.{b}.{name}_residual"
         m.f = functools.partial(getattr(m, name), at=f"blocks.{b}.{name}")
         x = sublayer(m, x)
     m.at = "ends"
-    return end(m, x, m.P["embed.weight" if m.c.tied else "head.weight"])
+    logits, cap = end(m, x, m.P["embed.weight" if m.c.tied else "head.weight"]), m.c.logit_cap
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def check_against_the_equations(**changes):
@@ -482,7 +493,9 @@ def test_every_mode_equals_its_equation(residual):
 
 
 @cases("changes", [
-    dict(residual="prenorm", norm="layer"), dict(activation="relu"), dict(activation="silu"),
+    dict(EXTRAS, n_head=4, n_kv_head=2, n_layer=3), dict(EXTRAS, residual="ngpt"),
+    dict(residual="prenorm", norm="layer"), dict(activation="relu"),
+    dict(activation="relu2"), dict(activation="silu"),
     dict(activation="swiglu", bias=True), dict(moe_experts=3, moe_top_k=1), dict(nag_beta=2.0),
     dict(moe_experts=4, moe_shared=24, activation="swiglu", n_hidden=16, bias=True),
     dict(nag_centre=False), dict(nag_orthogonal=False), dict(nag_directions=0),
@@ -614,7 +627,7 @@ def test_every_parameter_is_initialised_and_trained_in_one_group(residual):
     model.init_weights()
     assert all(p.isfinite().all() for p in named.values())
     assert sorted(sum(groups.values(), [])) == sorted(named)
-    for group, dimensions in dict(matrices=2, embeddings=2, vectors=1, experts=3).items():
+    for group, dimensions in dict(matrices=2, embeddings=2, head=2, vectors=1, experts=3).items():
         assert all(named[name].ndim == dimensions for name in groups[group])
     gate = lambda name: re.search(r"(ends|_residual)\.\w+$", name) or named[name].numel() == 1
     assert sorted(groups["gates"] + groups["maps"]) == sorted(filter(gate, named))
@@ -622,12 +635,12 @@ def test_every_parameter_is_initialised_and_trained_in_one_group(residual):
     assert all((name.rpartition(".")[2] in decays) == (name in groups["maps"]) for name in named)
     for kind in ("adamw", "muon"):
         trained, expected = {}, {}
-        for optimizer in model.optimizers(kind, 4e-3, 1e-3, 0.1, (0.9, 0.95)):
+        for optimizer in model.optimizers(kind, 4e-3, {"gates": 1e-3}, 0.1, (0.9, 0.95)):
             for group in optimizer.param_groups:
                 how = type(optimizer).__name__.lower(), group["peak"], group["weight_decay"]
                 trained |= dict.fromkeys(group["params"], how)
         for group, names in groups.items():
-            optimizer = kind if group == "matrices" else "adamw"
+            optimizer = kind if group in ("matrices", "experts") else "adamw"
             peak = 1e-3 if group == "gates" else 4e-3
             decay = 0.1 * (group not in ("vectors", "gates"))
             expected |= {named[name]: (optimizer, peak, decay) for name in names}
@@ -684,6 +697,7 @@ def test_every_model_setting_changes_something_and_is_refused_by_modes_without_i
     base, idx = dict(residual=owners[0] if owners else "prenorm", block_size=64), some_ids()
     if name.startswith("moe_") and name != "moe_experts":
         base |= dict(moe_experts=4, moe_balance="loss")
+    base["tied"] = name != "head_scale"
     if name.startswith("mod_"):
         base |= dict(residual="nag", mod_on="mlp", mod_rate=0.3, n_layer=3)
     models = tiny(**base), tiny(**{**base, **change})
@@ -1036,7 +1050,7 @@ def routed(**changes):
 
 
 @torch.no_grad()
-@cases("changes", [*[dict(residual=r) for r in RESIDUALS], *ROUTED])
+@cases("changes", [*[dict(residual=r) for r in RESIDUALS], *ROUTED, EXTRAS])
 def test_decoding_equals_the_full_forward_and_no_logit_sees_a_later_token(changes):
     model, idx = routed(n_head=4, n_kv_head=2, qk_norm=True, **changes), some_ids(3, T=12)
     full, cache = model(idx)[0], generate.KVCache(model, 3, 20)
@@ -1536,7 +1550,8 @@ def test_evaluation_does_not_touch_training_and_is_the_exact_mean(data, tmp_path
     "gradient_accumulation_steps=2", "total_batch_tokens=256", "optimizer=muon", "gate_lr=0.1",
     "learning_rate=1e-3", "weight_decay=0.5", "beta1=0.5", "beta2=0.5", "grad_clip=0.01",
     "schedule=wsd", "warmup_iters=4", "warmup_share=0.5", "lr_decay_iters=12", "dtype=bfloat16",
-    "alpha_warmup_iters=4",
+    "alpha_warmup_iters=4", "embed_lr=0.1", "head_lr=0.1 --tied=False",
+    "momentum=0.5 --optimizer=muon", "momentum_warmup_iters=6 --optimizer=muon",
 ]), ("recompute=True --loss_chunk=50", "a"),
     ("recompute=True --loss_chunk=50 --compile=True --residual=lns", "c")])  # fmt: skip
 def test_a_setting_changes_the_losses_or_only_memory(data, runs, tmp_path, setting, like):
@@ -1624,6 +1639,8 @@ BAD_INPUT = {
         ("--total_batch_tokens=128 --gradient_accumulation_steps=2", "set one, and the other to"),
         ("--alpha_warmup_iters=9 --residual=lns", "alpha_warmup_iters=9 needs a mode that rotates"),
         ("--bhyt_interval=9", "needs a mode that predicts"), ("--lora_rank=4", "a trained model"),
+        ("--momentum=0.9", "needs optimizer='muon'"), ("--head_lr=1.0", "needs tied=False"),
+        ("--head_scale=1.0", "needs tied=False"), ("--pairs=-1", "must be at least 0"),
         ("--bf16_stream=True", "needs dtype='bfloat16'"), ("--lora_dropout=0.5", "need lora_rank"),
         ("--branch_from=x --init_from=y", "starts a new run"), ("--branch_from=/x", "/x: no such"),
         ("--init_from=/x.pt", "/x.pt: no such checkpoint"), ("--init_from=resume", "no such check"),

@@ -53,7 +53,7 @@ def test_adapters_start_at_zero_and_merge_exactly(changes, targets):
     assert torch.equal(model.eval()(idx)[0], before)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert len(trained) == 2 * len(lora.adapters(model)) == 4 * len(targets.split(","))
-    assert len(model.optimizers("adamw", 1, None, 0, (0.0, 0.0))) == 1
+    assert len(model.optimizers("adamw", 1, {}, 0, (0.0, 0.0))) == 1
     for p in trained:
         torch.nn.init.normal_(p, std=0.1)
     out, first, x = model(idx)[0].detach(), model.blocks[0].attn.wq, torch.randn(3, 32)

@@ -278,7 +278,7 @@ def test_mhc_starts_as_prenorm_and_its_streams_part_in_training():
     idx, (model, plain) = some_ids(), (tiny(residual=mode) for mode in ("mhc", "prenorm"))
     model.load_state_dict(plain.state_dict(), strict=False)  # the maps stay
     assert_close(model(idx)[0], plain(idx)[0], rtol=1e-4, atol=1e-5)
-    optimizers = model.optimizers("adamw", 1e-3, None, 0.1, (0.9, 0.95))
+    optimizers = model.optimizers("adamw", 1e-3, {}, 0.1, (0.9, 0.95))
 
     def apart():
         """The rms of the last streams about their mean, over that of the mean"""

@@ -61,6 +61,10 @@ seed = 1337  # seed of initialisation, data order and dropout
 optimizer = "adamw"  # adamw, or muon for the matrices and adamw for the rest
 learning_rate = 4e-3  # peak learning rate
 gate_lr: float | None = None  # peak for the residual's scalars and gates; None: learning_rate
+embed_lr: float | None = None  # peak for the embeddings; None: learning_rate
+head_lr: float | None = None  # peak for a head that is not tied; None: learning_rate
+momentum = 0.95  # muon
+momentum_warmup_iters = 0  # muon: steps over which momentum grows by 0.1, to its value
 alpha_warmup_iters = 0  # nag: steps over which its rotations grow from zero to full
 bhyt_interval = 100  # bhyt, prenorm_approx: steps between refreshes of c
 weight_decay: float | None = None  # for matrices and embeddings; None: what suits the mode
@@ -113,17 +117,19 @@ def fail(message):
 MAY_CHANGE = set(  # on resume or branch; the others define model, data order and optimizer
     "data_dir out_dir init_from branch_from max_iters flops_budget batch_size "
     "gradient_accumulation_steps total_batch_tokens learning_rate gate_lr alpha_warmup_iters "
-    "bhyt_interval weight_decay grad_clip schedule wsd_share warmup_iters warmup_share "
-    "lr_decay_iters min_lr max_bad_steps eval_interval eval_tokens val_part log_interval "
-    "log_grad_norms save_interval keep_interval save_best wandb_log wandb_project device dtype "
-    "compile loss_chunk recompute shard dropout".split()
+    "embed_lr head_lr momentum momentum_warmup_iters bhyt_interval weight_decay grad_clip "
+    "schedule wsd_share warmup_iters warmup_share lr_decay_iters min_lr max_bad_steps "
+    "eval_interval eval_tokens val_part log_interval log_grad_norms save_interval keep_interval "
+    "save_best wandb_log wandb_project device dtype compile loss_chunk recompute shard "
+    "dropout".split()
 )
 ABOVE_0 = (
     "max_iters batch_size gradient_accumulation_steps log_interval max_bad_steps bhyt_interval "
     "loss_chunk learning_rate eval_tokens flops_budget total_batch_tokens lr_decay_iters wsd_share"
 )
 AT_LEAST_0 = (
-    "seed weight_decay grad_clip beta1 beta2 gate_lr warmup_iters alpha_warmup_iters "
+    "seed weight_decay grad_clip beta1 beta2 gate_lr embed_lr head_lr warmup_iters "
+    "alpha_warmup_iters momentum_warmup_iters "
     "eval_interval save_interval keep_interval lora_rank"
 )
 BATCH = {"gradient_accumulation_steps", "total_batch_tokens"}
@@ -136,6 +142,7 @@ RULES = (  # (names of settings, condition on their values, the condition in wor
     (ABOVE_0, lambda v: v > 0, "above 0"),
     (AT_LEAST_0, lambda v: v >= 0, "at least 0"),
     ("lora_dropout", lambda v: 0 <= v < 1, "a share, below 1"),
+    ("momentum", lambda v: 0.1 <= v < 1, "at least 0.1 and below 1"),
     ("beta1 beta2 wsd_share", lambda v: v <= 1, "at most 1"),
     ("warmup_share", lambda v: 0 <= v <= 1, "a share, from 0 to 1"),
     ("min_lr", lambda v: 0 <= v <= learning_rate, "from 0 to learning_rate"),
@@ -182,6 +189,10 @@ def check_settings():
         fail(f"bhyt_interval={bhyt_interval} needs a mode that predicts a variance, such as bhyt")
     if settings["bf16_stream"] and dtype == "float32":
         fail("bf16_stream=True needs dtype='bfloat16'")
+    if optimizer != "muon" and (momentum, momentum_warmup_iters) != (0.95, 0):
+        fail(f"{momentum=}, {momentum_warmup_iters=}: needs optimizer='muon'")
+    if head_lr is not None and settings["tied"]:
+        fail(f"head_lr={head_lr} needs tied=False")
     if shard == "fsdp" and world == 1:
         fail("shard='fsdp' needs several processes: use torchrun, or --shard=none")
     if compile and device.type == "cpu" and shutil.which("g++") is None:
@@ -313,7 +324,11 @@ routers, experts = mod.routers(model), moe.layers(model)
 if not main:  # a checkpoint has the scores of all ranks: only rank 0 counts them
     for router in routers:
         router.fresh.zero_()
-optimizers = model.optimizers(optimizer, learning_rate, gate_lr, weight_decay, (beta1, beta2))
+rates = {"gates": gate_lr, "embeddings": embed_lr, "head": head_lr}
+rates = {key: rate for key, rate in rates.items() if rate is not None}
+optimizers = model.optimizers(
+    optimizer, learning_rate, rates, weight_decay, (beta1, beta2), momentum
+)
 if going_on:
     checkpoint.restore(saved, optimizers)
 origin = None if saved is None else saved["path"]
@@ -454,6 +469,9 @@ def ramp_alpha():
 def prepare_step(factor):
     for group in (group for opt in optimizers for group in opt.param_groups):
         group["lr"] = group["peak"] * factor
+        if "momentum" in group:
+            cold = step < momentum_warmup_iters
+            group["momentum"] = momentum - 0.1 * cold * (1 - step / max(1, momentum_warmup_iters))
     if step < alpha_warmup_iters:
         ramp_alpha()
     if step % bhyt_interval == 0:
