@@ -39,7 +39,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from data import atomic, write_json
 from model import GPTConfig
 
-FORMAT = 2  # the format that save writes; migrate also reads format 1
+FORMAT = 3  # the format that save writes; migrate also reads formats 1 and 2
+LATER_THAN_2 = {  # settings of the model that format 2 lacks, and what they were then
+    "pairs": 0, "value_embeds": False, "logit_cap": None, "embed_scale": None, "head_scale": None,
+}  # fmt: skip
 NEWEST = "ckpt.pt"
 SAVE_ERRORS = (OSError, RuntimeError, CheckpointException)  # for example a full disk
 READ_ERRORS = (*SAVE_ERRORS, ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError)
@@ -115,11 +118,16 @@ def migrate(state, path):
         if config.get("moe_experts"):
             experts = f"moe_experts={config['moe_experts']}"
             raise SystemExit(f"{has} and {experts}: experts had another layout then")
+    if version < 3:
+        config = LATER_THAN_2 | config
+        settings = {"embed_lr": None, "head_lr": None, "momentum_warmup_iters": 0} | settings
+        if config.get("moe_experts") and settings.get("optimizer") == "muon":
+            raise SystemExit(f"{has} and optimizer='muon': AdamW trained the experts then")
     known = {field.name: field.default for field in fields(GPTConfig)}
     for name, value in config.items():
         if name not in known:
             raise SystemExit(f"{has} and {name}={value!r}, which this code no longer has")
-    return state | {"config": known | config}  # newer settings default to the old behaviour
+    return state | {"config": known | config, "settings": settings}
 
 
 def restore(state, optimizers):

@@ -102,7 +102,7 @@ class GPTConfig:
 ACTIVATIONS = {  # name: (function, whether it is gated, variance-preserving gain for the init)
     "gelu": (F.gelu, False, 1.7),
     "relu": (F.relu, False, math.sqrt(2)),
-    "relu2": (lambda x: F.relu(x).square(), False, math.sqrt(2 / 3)),
+    "relu2": (lambda x: F.relu(x).square(), False, (2 / 3) ** 0.25),
     "silu": (F.silu, False, 1.7),
     "swiglu": (F.silu, True, 1.7),
 }
@@ -367,11 +367,11 @@ class GPT(nn.Module):
                 groups["vectors"].append(name)
         return groups
 
-    def optimizers(self, kind, learning_rate, rates, weight_decay, betas, momentum=0.95):
+    def optimizers(self, kind, learning_rate, rates, weight_decay, betas, **muon):
         """AdamW for all, or Muon for matrices and experts and AdamW for the rest.
 
         rates are peak learning rates of other groups, such as {"gates": 1e-3}. "peak" of a group is
-        its highest learning rate.
+        its highest learning rate. muon: more arguments of Muon.
         """
         named, names = dict(self.named_parameters()), self.param_groups()
         assert sorted(sum(names.values(), [])) == sorted(named), "each parameter is in one group"
@@ -385,7 +385,7 @@ class GPT(nn.Module):
         made = []
         if kind == "muon":
             matrices = [groups.pop(key) for key in ("matrices", "experts") if key in groups]
-            made.append(Muon(matrices, learning_rate, momentum))
+            made.append(Muon(matrices, learning_rate, **muon))
         if groups:  # none are left if Muon trains only adapters
             fused = self.embed.weight.device.type in ("cuda", "cpu")
             made.append(torch.optim.AdamW([*groups.values()], learning_rate, betas, fused=fused))

@@ -18,13 +18,12 @@ one before it leaves.
 Three iterations map the singular values from 0.01 to 1 into the interval from 0.73 to 1.27. Five
 iterations of the original Muon map them to between 0.68 and 1.13.
 
-Matrices of one shape form one stack. The products are in bfloat16 where the machine is fast in it.
+Matrices of one shape form one stack.
 """
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from machine import computes_bfloat16
 from norms import gathered
 
 POLAR_EXPRESS = (  # (a, b, c) of each iteration, for singular values from 0.01 to 1
@@ -62,18 +61,17 @@ def norm(x):
     return x.norm(dim=(-2, -1), keepdim=True)
 
 
-def fast_dtype(device_type):
-    """The dtype in which this machine multiplies fastest."""
-    return torch.bfloat16 if computes_bfloat16(device_type) else torch.float32
-
-
 class Muon(torch.optim.Optimizer):
-    """For matrices (rows, columns), and stacks of them such as experts (E, rows, columns)."""
+    """For matrices (rows, columns), and stacks of them such as experts (E, rows, columns).
 
-    def __init__(self, params, lr, momentum=0.95, weight_decay=0.1, coefficients=POLAR_EXPRESS):
-        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
-        super().__init__(params, defaults)
-        self.coefficients = coefficients
+    dtype is that of the products in Eqs. 4 to 6.
+    """
+
+    def __init__(
+        self, params, lr, momentum=0.95, weight_decay=0.1, dtype=None, coefficients=POLAR_EXPRESS
+    ):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        self.dtype, self.coefficients = dtype, coefficients
 
     @torch.no_grad()
     def step(self):
@@ -88,7 +86,7 @@ class Muon(torch.optim.Optimizer):
     def update(self, params, group):
         """Eqs. 1 to 3 for parameters of one shape."""
         updates = [self.nesterov(p, group["momentum"]) for p in params]
-        x = torch.stack([gathered(u) for u in updates]).to(fast_dtype(params[0].device.type))
+        x = torch.stack([gathered(u) for u in updates]).to(self.dtype)
         size = group["lr"] * 0.2 * max(x.shape[-2:]) ** 0.5
         for p, o in zip(params, polar(x.flatten(0, -3), self.coefficients).view_as(x)):
             p.mul_(1 - group["lr"] * group["weight_decay"])

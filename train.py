@@ -189,9 +189,9 @@ def check_settings():
         fail(f"bhyt_interval={bhyt_interval} needs a mode that predicts a variance, such as bhyt")
     if settings["bf16_stream"] and dtype == "float32":
         fail("bf16_stream=True needs dtype='bfloat16'")
-    if optimizer != "muon" and (momentum, momentum_warmup_iters) != (0.95, 0):
+    if optimizer != "muon" and (given.get("momentum") or given.get("momentum_warmup_iters")):
         fail(f"{momentum=}, {momentum_warmup_iters=}: needs optimizer='muon'")
-    if head_lr is not None and settings["tied"]:
+    if given.get("head_lr") is not None and settings["tied"]:
         fail(f"head_lr={head_lr} needs tied=False")
     if shard == "fsdp" and world == 1:
         fail("shard='fsdp' needs several processes: use torchrun, or --shard=none")
@@ -326,9 +326,8 @@ if not main:  # a checkpoint has the scores of all ranks: only rank 0 counts the
         router.fresh.zero_()
 rates = {"gates": gate_lr, "embeddings": embed_lr, "head": head_lr}
 rates = {key: rate for key, rate in rates.items() if rate is not None}
-optimizers = model.optimizers(
-    optimizer, learning_rate, rates, weight_decay, (beta1, beta2), momentum
-)
+muon = {"momentum": momentum, "dtype": getattr(torch, dtype)}
+optimizers = model.optimizers(optimizer, learning_rate, rates, weight_decay, (beta1, beta2), **muon)
 if going_on:
     checkpoint.restore(saved, optimizers)
 origin = None if saved is None else saved["path"]

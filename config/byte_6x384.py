@@ -4,6 +4,8 @@ python train.py config/byte_6x384.py
 RESULTS.md compares it with nanoGPT.
 """
 
+include = "plain.py"
+
 out_dir = "out/byte_6x384"
 
 residual = "prenorm"

@@ -4,6 +4,8 @@ python prepare_c4.py --source=c4 --max_tokens=10e9
 torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py
 """
 
+include = "plain.py"
+
 data_dir = "data/c4"
 out_dir = "out/gpt2_124m"
 init_from = "auto"

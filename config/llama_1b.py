@@ -6,6 +6,8 @@ torchrun --standalone --nproc_per_node=2 train.py config/llama_1b.py
 torchrun --standalone --nproc_per_node=2 train.py config/llama_1b.py config/published_bhyt.py
 """
 
+include = "plain.py"
+
 data_dir = "data/c4"
 out_dir = "out/llama_1b"
 init_from = "auto"

@@ -6,6 +6,8 @@ torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py
 torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py config/published_bhyt.py
 """
 
+include = "plain.py"
+
 data_dir = "data/c4"
 out_dir = "out/llama_374m"
 init_from = "auto"

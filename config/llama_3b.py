@@ -6,6 +6,8 @@ torchrun --standalone --nproc_per_node=8 train.py config/llama_3b.py
 torchrun --standalone --nproc_per_node=8 train.py config/llama_3b.py config/published_bhyt.py
 """
 
+include = "plain.py"
+
 data_dir = "data/c4"
 out_dir = "out/llama_3b"
 init_from = "auto"

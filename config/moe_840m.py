@@ -10,6 +10,8 @@ Shapes of equal size (within 2%) at the other ratios of width over depth in NAG'
 20  --n_layer=38 --n_embd=768 --n_hidden=512
 """
 
+include = "plain.py"
+
 data_dir = "data/c4"
 out_dir = "out/moe_840m"
 init_from = "auto"

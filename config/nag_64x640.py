@@ -3,6 +3,8 @@ NAG in a deep and narrow shape, 64 blocks of width 640, on C4 with 8 GPUs:
 torchrun --standalone --nproc_per_node=8 train.py config/nag_64x640.py
 """
 
+include = "plain.py"
+
 data_dir = "data/c4"
 out_dir = "out/nag_64x640"
 init_from = "auto"

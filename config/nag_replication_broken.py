@@ -21,6 +21,8 @@ Different, because we have no setting for it:
 - Length: max_iters here. The replication stopped at 3e19 FLOPs, after 9.9e9 tokens.
 """
 
+include = "plain.py"
+
 data_dir = "data/c4"
 out_dir = "out/nag_replication_broken"
 init_from = "auto"

@@ -5,6 +5,8 @@ than that of the matrices, and alpha grows over the first 600 steps. In the repl
 torchrun --standalone --nproc_per_node=8 train.py config/nag_replication_repaired.py
 """
 
+include = "plain.py"
+
 data_dir = "data/c4"
 out_dir = "out/nag_replication_repaired"
 init_from = "auto"

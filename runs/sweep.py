@@ -64,7 +64,8 @@ def train(run, args, eval_args):
 def sweep(name, variants, learning_rates, seeds, common=(), then=()):
     """Train all runs of a study. Returns {variant: {learning rate: [loss of each seed]}}.
 
-    variants is {name: arguments of train.py}. common are arguments for all of them. then are the
+    variants is {name: arguments of train.py}. common are arguments for all of them, which change
+    the settings of config/plain.py. then are the
     arguments of eval.py, or a function that returns them for the name of a variant.
     """
 
@@ -73,7 +74,8 @@ def sweep(name, variants, learning_rates, seeds, common=(), then=()):
 
     def job(at):
         variant, lr, seed = at
-        args = [*common, *variants[variant], f"--learning_rate={lr}", f"--seed={seed}"]
+        args = ["config/plain.py", *common, *variants[variant]]
+        args += [f"--learning_rate={lr}", f"--seed={seed}"]
         train(run(*at), args, then(variant) if callable(then) else then)
 
     def best(variant):

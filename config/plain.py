@@ -1,0 +1,26 @@
+"""
+What most papers train with, in place of the recipe that is train.py's default. Other config files
+include this one.
+"""
+
+optimizer = "adamw"
+learning_rate = 4e-3
+embed_lr = None
+head_lr = None
+momentum_warmup_iters = 0
+weight_decay = None
+schedule = "cosine"
+min_lr = None
+warmup_iters = None
+
+activation = "gelu"
+qk_norm = False
+tied = True
+pairs = 0
+value_embeds = False
+logit_cap = None
+init = "normal"
+init_scale = 0.05
+embed_scale = None
+head_scale = None
+init_out = None
