@@ -225,9 +225,9 @@ class GPT(nn.Module):
         for b, block in enumerate(self.blocks):
             recompute = self.recompute and self.training
             run = partial(checkpoint, block, use_reentrant=False) if recompute else block
-            stream = run(stream, rope, docs, None if cache is None else (*cache.kv[b], at))
+            stream = run(stream, rope, docs, None if cache is None else cache.layer(b, at))
         if cache is not None:
-            cache.at.add_(T)
+            cache.at += T
         return self.ends.readout(stream, self.head.weight)
 
     def begin(self, idx, at):

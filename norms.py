@@ -78,7 +78,7 @@ def gathered(x):
 
 def upcast(x):
     """Cast x to the dtype of its statistics: float64 if x is float64, else float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 # ------------------------------------------------------------------------------------------------
