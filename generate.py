@@ -5,6 +5,7 @@ mode works, with or without experts and Mixture of Depths.
 
 import math
 import sys
+from contextlib import contextmanager
 
 import torch
 
@@ -104,6 +105,18 @@ def compiled_step(device):
 
 
 CHECK = 16  # steps between checks whether all rows have stopped; each check waits for the device
+SMALL = 4e6  # products of a step below which waking more CPU threads costs more than it saves
+
+
+@contextmanager
+def threads(count):
+    """In a with block: use this number of CPU threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @torch.inference_mode()
@@ -131,6 +144,8 @@ def stream_tokens(
     step = compiled_step(idx.device) if compile else next_token
     length = min(size, idx.size(1) + max_new_tokens)
     cache = KVCache(model, idx.size(0), length, static=compile)
+    small = model.num_params(active=True) * idx.size(0) < SMALL
+    count = 1 if small else torch.get_num_threads()
     text, new, filled = [idx], idx[:, -size:], 0
     done = torch.zeros_like(idx[:, :1], dtype=torch.bool)
     for i in range(1, max_new_tokens + 1):
@@ -140,7 +155,8 @@ def stream_tokens(
             cache.rewind()
         filled += new.size(1)
         run = step if new.size(1) == 1 else next_token
-        new = run(model, new, cache, *options).clone()  # a CUDA graph reuses its output
+        with threads(count):
+            new = run(model, new, cache, *options).clone()  # a CUDA graph reuses its output
         if stop is not None:
             new = new.masked_fill(done, stop)
             done = done | (new == stop)

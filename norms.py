@@ -42,8 +42,9 @@ class Stream(NamedTuple):
 
     def replace(self, **new):
         """A copy with new fields. torch 2.11 does not compile NamedTuple._replace."""
-        fields = zip(self._fields, self)
-        return Stream(*[new.get(name, old) for name, old in fields])
+        x, lane, at, sources = self
+        get = new.get
+        return Stream(get("x", x), get("lane", lane), get("at", at), get("sources", sources))
 
 
 def pick(table, name, setting):

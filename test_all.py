@@ -591,6 +591,30 @@ def test_a_compiled_step_decodes_as_an_eager_one_and_is_compiled_once(changes):
         assert torch.equal(generate.generate(model, idx, 40, temperature=0, compile=True), expected)
 
 
+def test_eager_decoding_runs_no_mlp_for_a_token_that_skips_it():
+    model, idx, calls = routed(**MOD), some_ids(1, T=4), []
+    for block in model.blocks:
+        block.mlp.register_forward_hook(lambda module, args, y: calls.append(module))
+    for tau, expected in ((2.0, 0), (0.0, 2)):
+        for router in mod.routers(model):
+            router.tau.fill_(tau)
+        cache = generate.KVCache(model, 1, 4)
+        parts = [model(one, cache=cache)[0] for one in idx.split(1, dim=1)]
+        assert len(calls) == expected * 4
+        assert_close(torch.cat(parts, 1), model(idx)[0], rtol=1e-4, atol=1e-5)
+        calls.clear()
+
+
+def test_decoding_leaves_the_number_of_threads_alone(monkeypatch):
+    model, before, seen = tiny(), torch.get_num_threads(), []
+    model.register_forward_hook(lambda *args: seen.append(torch.get_num_threads()))
+    for small, count in ((generate.SMALL, 1), (0, before)):
+        monkeypatch.setattr(generate, "SMALL", small)
+        for _ in generate.stream_tokens(model, some_ids(T=4), 2):
+            assert torch.get_num_threads() == before
+        assert seen.pop() == seen.pop() == count
+
+
 @every_mode
 def test_a_bfloat16_stream_stays_bfloat16_and_changes_results_little(residual):
     low, high = (shaken(tiny(residual=residual, bf16_stream=x)) for x in (True, False))
@@ -2054,7 +2078,8 @@ def test_a_sample_begins_with_end_of_text_and_every_setting_matters(runs, monkey
     changes = dict(prompt="x", temperature=0, top_k=1, top_p=0.1, seed=2, max_new_tokens=3)
     assert all(text({key: value}) != base for key, value in changes.items())
     speed = ask.decoding_speed(0.0, [5.0, 9.0, 9.5, 10.0])
-    assert speed == "2 tokens/s; 9.00 s before, for the prompt and the first step"
+    before = "the prompt took 5.00 s, the first step 4.00 s"
+    assert speed == f"decoding: 2 tokens/s; before it, {before}"
     assert "too few" in ask.decoding_speed(0.0, [5.0])
 
 
