@@ -111,14 +111,19 @@ class Attention(nn.Module):
         """h (B, T, C) -> (B, T, C), or (B, k, C) for the k queries that rows names (gather_rows).
 
         docs (B, T) numbers the documents of a row; a token attends only within its document.
-        cache is (keys, values, positions): (B, G, L, D) twice, and the T positions to fill.
+        cache is (keys, values, positions, filled): (B, G, L, D) twice, the T positions to fill, and
+        whether that fills the keys to their end: a single token then sees all and needs no mask.
         """
         k, v = self.key_value(h, rope, values)
-        at = torch.arange(h.size(1), device=h.device)  # positions of the queries among the keys
-        if cache is not None:
-            past_k, past_v, at = cache
+        T, filled = h.size(1), True
+        if cache is None:
+            at = torch.arange(T, device=h.device)  # positions of the queries among the keys
+        else:
+            past_k, past_v, at, filled = cache
             k = past_k.index_copy_(2, at, k.to(past_k.dtype))
             v = past_v.index_copy_(2, at, v.to(past_v.dtype))
+        sees_all = cache is not None and filled and T == 1 and docs is None
+        causal = filled and k.size(2) == T and rows is None and docs is None and not sees_all
         query_docs = docs
         if rows is not None:
             h = gather_rows(h, rows)
@@ -126,7 +131,7 @@ class Attention(nn.Module):
             rope = tuple(table[rows[0]][:, None] for table in rope)
             query_docs = None if docs is None else gather_rows(docs, rows)
         mask = None
-        if not (cache is None and rows is None and docs is None):
+        if not (causal or sees_all):
             mask = torch.arange(k.size(2), device=k.device) <= at[..., None]  # (T, L) or (B, k, L)
             mask = mask if docs is None else mask & (query_docs[:, :, None] == docs[:, None, :])
             mask = mask if mask.dim() == 2 else mask[:, None]
@@ -137,7 +142,7 @@ class Attention(nn.Module):
             y = cpu_attention(q, k, v, mask, chunk, self.softmax_scale)
         else:
             y = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
                 scale=self.softmax_scale, enable_gqa=self.n_kv_head != self.n_head,
             )  # fmt: skip
         return self.wo(y.transpose(1, 2).flatten(2))

@@ -445,23 +445,23 @@ def generation(config, rows, length):
     if config.residual in FOLDS:
         FOLDS[config.residual](model)
     text = torch.randint(config.vocab_size, (rows, length), device=device)
-    step, cache = compiled_step(text.device), KVCache(model, rows, length)
+    step, cache = compiled_step(text.device), KVCache(model, rows, length, static=True)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def read():
-        cache.at.zero_()
+        cache.rewind()
         return next_token(model, text[:, :prompt_tokens], cache, 0, None, None, None)
 
     first = read()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def decode(new):
-        cache.at.fill_(prompt_tokens)  # continue after the prompt
+        cache.rewind(prompt_tokens)  # continue after the prompt
         token = first
         for _ in range(new):
             token = step(model, token, cache, 0, None, None, None).clone()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def uncached(new):
         return model(text[:, : prompt_tokens + new // 2], last=True)[0].argmax(-1)
 

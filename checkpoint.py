@@ -41,7 +41,7 @@ from model import GPTConfig
 
 FORMAT = 3  # the format that save writes; migrate also reads formats 1 and 2
 LATER_THAN_2 = {  # settings of the model that format 2 lacks, and what they were then
-    "pairs": 0, "value_embeds": False, "logit_cap": None, "embed_scale": None, "head_scale": None,
+    "smear": 0, "value_embeds": False, "logit_cap": None, "embed_scale": None, "head_scale": None,
 }  # fmt: skip
 NEWEST = "ckpt.pt"
 SAVE_ERRORS = (OSError, RuntimeError, CheckpointException)  # for example a full disk

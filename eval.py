@@ -171,6 +171,7 @@ def score_group(model, contexts, owner, continuations, n_vocab, device):
     hidden = hidden[owner, -1:]  # (N, 1, C)
     if longest > 1:
         cache.kv = [[tensor[owner] for tensor in layer] for layer in cache.kv]
+        cache.ids = cache.ids[owner]
         hidden = torch.cat((hidden, model.hidden(y[:, :-1], cache=cache)[0]), dim=1)
 
     chunk = model.loss_chunk or 2048  # tokens whose logits are in memory at a time
@@ -355,16 +356,17 @@ def start_of_text(encoding):
 
 
 def decoding_speed(began, times):
-    """Tokens per second after the second token.
+    """Tokens per second of decoding alone: after the second token.
 
-    The first token's time includes the prompt, the second's includes compilation of the step.
+    The first token's time is that of the prompt, the second's includes compilation of the step.
     """
     if len(times) < 3:
         elapsed = time.perf_counter() - began
         return f"{len(times)} tokens in {elapsed:.2f} s, too few to time decoding"
     rate = (len(times) - 2) / (times[-1] - times[1])
-    before = times[1] - began
-    return f"{rate:.0f} tokens/s; {before:.2f} s before, for the prompt and the first step"
+    prompt_time, first_step = times[0] - began, times[1] - times[0]
+    before = f"the prompt took {prompt_time:.2f} s, the first step {first_step:.2f} s"
+    return f"decoding: {rate:.0f} tokens/s; before it, {before}"
 
 
 # ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ mode works, with or without experts and Mixture of Depths.
 
 import math
 import sys
+from contextlib import contextmanager
 
 import torch
 
@@ -16,13 +17,14 @@ FOLDS = {"nag": nag.fold, "bhyt": bhyt.fold, "bhyt_exact": bhyt.fold}
 
 
 class KVCache:
-    """Keys and values of every layer, allocated at full length so that shapes never change.
+    """Keys and values of every layer, allocated at full length.
 
-    kv: n_layer pairs (B, G, length, D). at: the number of filled positions, a tensor, because a
-    compiled step would recompile for every new Python number.
+    kv: n_layer pairs (B, G, length, D). at: the number of filled positions. Eager code attends to
+    these only. static is for a compiled step, which would recompile for every new Python number:
+    at is then a tensor, and a step reads all positions under a mask, so that shapes never change.
     """
 
-    def __init__(self, model, batch, length):
+    def __init__(self, model, batch, length, static=False):
         config, w = model.config, model.embed.weight
         autocast = torch.is_autocast_enabled(w.device.type)
         dtype = torch.get_autocast_dtype(w.device.type) if autocast else w.dtype
@@ -31,14 +33,23 @@ class KVCache:
             [torch.zeros(shape, dtype=dtype, device=w.device) for _ in "kv"]
             for _ in range(config.n_layer)
         ]
-        self.at = torch.zeros((), dtype=torch.int64, device=w.device)
-        self.last = torch.full((batch, 1), config.vocab_size, device=w.device)
-        for tensor in (
-            self.at,
-            self.last,
-            *sum(self.kv, []),
-        ):  # CUDA graphs need fixed addresses to write to
-            torch._dynamo.mark_static_address(tensor)
+        self.ids = torch.full((batch, config.smear + length), config.vocab_size, device=w.device)
+        self.at, self.static = 0, static
+        if static:
+            self.at = torch.zeros((), dtype=torch.int64, device=w.device)
+            for tensor in (self.at, self.ids, *sum(self.kv, [])):  # CUDA graphs: fixed addresses
+                torch._dynamo.mark_static_address(tensor)
+
+    def layer(self, b, positions):
+        """Keys, values, positions to fill, and whether these end the keys, for Attention."""
+        if self.static:
+            return (*self.kv[b], positions, False)
+        end = self.at + len(positions)
+        return (*[tensor[:, :, :end] for tensor in self.kv[b]], positions, True)
+
+    def rewind(self, at=0):
+        """Keep the first `at` positions."""
+        self.at = self.at.fill_(at) if self.static else at
 
 
 def sample(logits, temperature, top_k, top_p):
@@ -58,7 +69,8 @@ def sample(logits, temperature, top_k, top_p):
         removed = p.cumsum(-1) - p >= top_p  # never the likeliest token
         removed = torch.zeros_like(removed).scatter(-1, order, removed)
         logits = logits.masked_fill(removed, -math.inf)
-    return torch.multinomial(logits.softmax(-1), 1)
+    waits = torch.empty_like(logits).exponential_()
+    return (logits.softmax(-1) / waits).argmax(-1, keepdim=True)  # the first event of a race
 
 
 def next_token(model, new, cache, temperature, top_k, top_p, n_vocab):
@@ -67,10 +79,12 @@ def next_token(model, new, cache, temperature, top_k, top_p, n_vocab):
 
 
 def compiled_step(device):
-    """next_token compiled as one graph, for one new token per row.
+    """next_token compiled as one graph, for one new token per row and a static cache.
 
     On CUDA it is a CUDA graph: one launch per step. On a CPU, the compiler turns products with a
     single row into reductions, which read bfloat16 weights twice as fast as the library does.
+    The first call checks everything that the graph depends on. Later calls do not, because a
+    stream changes none of it and the checks take longer than the graph of a small model.
     """
     options = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
     if device.type == "cpu":
@@ -78,14 +92,37 @@ def compiled_step(device):
 
         # the default limits the size of the matrix
         decompose_mem_bound_mm.cpu_max_other_dimension_decomposition = sys.maxsize
-        options = {"options": {"post_grad_fusion_options": {"decompose_mm_pass": {}}}}
-    return torch.compile(next_token, fullgraph=True, dynamic=False, **options)
+        fusions = {"post_grad_fusion_options": {"decompose_mm_pass": {}}}
+        # the code around the kernels in C++ and without asserts: it took as long as the kernels
+        options = {"options": {**fusions, "cpp_wrapper": True, "size_asserts": False}}
+    compiled = torch.compile(next_token, fullgraph=True, dynamic=False, **options)
+    checked = False
+
+    def step(*args):
+        nonlocal checked
+        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=checked):
+            checked = True
+            return compiled(*args)
+
+    return step
 
 
 CHECK = 16  # steps between checks whether all rows have stopped; each check waits for the device
+SMALL = 4e6  # products of a step below which waking more CPU threads costs more than it saves
 
 
-@torch.no_grad()
+@contextmanager
+def threads(count):
+    """In a with block: use this number of CPU threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
 def stream_tokens(
     model,
     idx,
@@ -101,24 +138,28 @@ def stream_tokens(
 
     temperature: 0 is greedy. stop: an id that ends a row; the row then repeats it, and generation
     ends at the first check after all rows have stopped. n_vocab: the number of ids the tokenizer
-    has, if the model's vocabulary is padded. compile: use compiled_step.
+    has, if the model's vocabulary is padded. compile: use compiled_step. The tokens are inference
+    tensors, which a training step refuses: clone them for one.
     When the context is full, its newest half becomes the new prompt.
     """
     size = model.config.block_size
     options = (temperature, top_k, top_p, n_vocab)
     step = compiled_step(idx.device) if compile else next_token
-    cache = KVCache(model, idx.size(0), min(size, idx.size(1) + max_new_tokens))
+    length = min(size, idx.size(1) + max_new_tokens)
+    cache = KVCache(model, idx.size(0), length, static=compile)
+    small = model.num_params(active=True) * idx.size(0) < SMALL
+    count = 1 if small else torch.get_num_threads()
     text, new, filled = [idx], idx[:, -size:], 0
     done = torch.zeros_like(idx[:, :1], dtype=torch.bool)
     for i in range(1, max_new_tokens + 1):
         if filled + new.size(1) > size:
             new = torch.cat(text, dim=1)[:, -max(1, size // 2) :]
             text, filled = [new], 0
-            cache.at.zero_()
-            cache.last.fill_(model.config.vocab_size)
+            cache.rewind()
         filled += new.size(1)
         run = step if new.size(1) == 1 else next_token
-        new = run(model, new, cache, *options).clone()  # a CUDA graph reuses its output
+        with threads(count):
+            new = run(model, new, cache, *options).clone()  # a CUDA graph reuses its output
         if stop is not None:
             new = new.masked_fill(done, stop)
             done = done | (new == stop)

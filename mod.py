@@ -21,7 +21,8 @@ A token that skips passes unchanged. With the nag router and mod_fallback, it ro
 towards a learned v_l. Keys and values are computed for all tokens. Queries, scores, the output
 projection, the MLP and the experts are computed only for running tokens. In evaluation, sequences
 are padded to the number of queries of the sequence with the most running tokens. A compiled model
-computes all tokens and masks the output, because its shapes cannot depend on the data.
+computes all tokens and masks the output, because its shapes cannot depend on the data. So eager
+decoding of one sequence saves the time of what a token skips, and compiled decoding saves none.
 
 Differs from the papers:
 - k is the same for all sequences of a batch, and changes only when the histogram is read.
@@ -123,6 +124,10 @@ class Router(nn.Module):
             return sublayer(h, None), runs
         rows, flags = (h.flatten(0, 1)[None], runs.view(1, -1)) if self.pointwise else (h, runs)
         k = int(flags.sum(1).max())  # sequences with fewer running tokens are padded with others
+        if k == flags.size(1):
+            return sublayer(h, None), runs
+        if k == 0 and self.pointwise:  # attention must still store keys and values
+            return torch.zeros_like(h), runs
         running_first = flags.to(torch.int8).argsort(dim=1, descending=True, stable=True)
         chosen = running_first[:, :k].sort(1).values
         return self.run_rows(sublayer, rows, chosen).view_as(h), runs

@@ -52,7 +52,7 @@ class GPTConfig:
     rope_base: float = 10000.0  # base of the rotary frequencies
     bf16_stream: bool = False  # keep the stream in bfloat16 under bfloat16 autocast
     tied: bool = True  # one matrix for embedding and head
-    pairs: int = 0  # rows of an embedding of (token before, token), found by a hash; 0: none
+    smear: int = 0  # tokens before the current one whose embeddings are added to its own
     value_embeds: bool = False  # every second block adds an embedding of the token to its values
     logit_cap: float | None = None  # logits become cap tanh(logits / cap); None: no cap
     bias: bool = False  # biases in the linears, and LayerNorm's shift
@@ -184,13 +184,36 @@ class Block(nn.Module):
 # The model
 
 
+class Smear(nn.Module):
+    """e_t <- e_t + sum_k w_k * e_{t-k} for k = 1 to n: a token also shows the tokens before it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(config.smear, config.n_embd))
+
+    def reset_parameters(self):
+        nn.init.normal_(self.w)
+
+    def forward(self, e, before, docs=None):
+        """e (B, T, C), and the n embeddings before it, (B, n, C)"""
+        T, n = e.size(1), len(self.w)
+        x = torch.cat((before, e), dim=1)
+        for k, w in enumerate(self.w, 1):
+            shifted = x[:, n - k : n - k + T]
+            if docs is not None:
+                same = docs == F.pad(docs, (k, 0), value=-1)[:, :T]
+                shifted = shifted * same[..., None]
+            e = e + w * shifted
+        return e
+
+
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         check(config)
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.pairs = nn.Embedding(config.pairs, config.n_embd) if config.pairs else None
+        self.smear = Smear(config) if config.smear else None
         self.ends = pick(RESIDUALS, config.residual, "residual").ends(config)
         self.blocks = nn.ModuleList(Block(config, b) for b in range(config.n_layer))
         self.value_embeds = nn.ModuleDict()
@@ -245,27 +268,31 @@ class GPT(nn.Module):
         for b, block in enumerate(self.blocks):
             recompute = self.recompute and self.training
             run = partial(checkpoint, block, use_reentrant=False) if recompute else block
-            kv = None if cache is None else (*cache.kv[b], at)
+            kv = None if cache is None else cache.layer(b, at)
             stream = run(stream, rope, docs, kv, self.values(b, idx))
         if cache is not None:
-            cache.at.add_(T)
-            cache.last.copy_(idx[:, -1:])
+            cache.at += T
         return self.ends.readout(stream, self.head.weight)
 
     def values(self, b, idx):
         """What block b adds to the values of its attention, (B, T, G D) or None."""
         return self.value_embeds[str(b)](idx) if str(b) in self.value_embeds else None
 
+    def before(self, idx, at, cache):
+        """Embeddings of the config.smear tokens before idx, (B, smear, C). 0 before the first."""
+        n = self.config.smear
+        if cache is None:
+            return self.embed.weight.new_zeros(len(idx), n, self.config.n_embd)
+        cache.ids.index_copy_(1, n + at, idx)
+        ids = cache.ids[:, at[0] + torch.arange(n, device=at.device)]
+        known = (ids < self.config.vocab_size)[..., None]
+        return known * self.embed(torch.where(known[..., 0], ids, 0))
+
     def begin(self, idx, at, docs=None, cache=None):
         """The stream before the first block. at (T,): positions of the tokens."""
         e = self.embed(idx)
-        if self.pairs is not None:
-            none = torch.full_like(idx[:, :1], self.config.vocab_size)  # before the first token
-            before = torch.cat((none if cache is None else cache.last, idx[:, :-1]), dim=1)
-            if docs is not None:
-                same = torch.cat((docs[:, :1] < 0, docs[:, 1:] == docs[:, :-1]), dim=1)
-                before = torch.where(same, before, none)
-            e = e + self.pairs(pair_rows(before, idx, self.config.pairs))
+        if self.smear is not None:
+            e = self.smear(e, self.before(idx, at, cache), docs)
         e = self.drop(e)
         if self.config.bf16_stream and torch.is_autocast_enabled(e.device.type):
             e = e.bfloat16()
@@ -465,7 +492,7 @@ def check(config):
     rules = (
         (c.rope_base > 0, f"rope_base={c.rope_base}: must be above 0"),
         (c.init_scale > 0, f"init_scale={c.init_scale}: must be above 0"),
-        (c.pairs >= 0, f"pairs={c.pairs}: must be at least 0"),
+        (c.smear >= 0, f"smear={c.smear}: must be at least 0"),
         (c.logit_cap is None or c.logit_cap > 0, f"logit_cap={c.logit_cap}: must be above 0"),
         (c.head_scale is None or not c.tied, f"head_scale={c.head_scale} needs tied=False"),
         (0 <= c.dropout < 1, f"dropout={c.dropout}: give a share, 0 <= dropout < 1"),
@@ -512,11 +539,6 @@ def or_else(value, default):
 def embed_scale(config):
     """Initial std of the embeddings."""
     return or_else(config.embed_scale, config.init_scale)
-
-
-def pair_rows(before, idx, rows):
-    """The row of each pair of tokens in a table of so many rows."""
-    return (before * 1000003 + idx * 8191) % rows
 
 
 def cross_entropy(logits, targets):

@@ -42,8 +42,9 @@ class Stream(NamedTuple):
 
     def replace(self, **new):
         """A copy with new fields. torch 2.11 does not compile NamedTuple._replace."""
-        fields = zip(self._fields, self)
-        return Stream(*[new.get(name, old) for name, old in fields])
+        x, lane, at, sources = self
+        get = new.get
+        return Stream(get("x", x), get("lane", lane), get("at", at), get("sources", sources))
 
 
 def pick(table, name, setting):
@@ -78,7 +79,7 @@ def gathered(x):
 
 def upcast(x):
     """Cast x to the dtype of its statistics: float64 if x is float64, else float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 # ------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ TINY_RUN = (
     "--warmup_iters=2 --eval_tokens=512 --eval_interval=3 --log_interval=1 --device=cpu "
     "--dtype=float32 --compile=False"
 ).split()
-EXTRAS = dict(pairs=13, value_embeds=True, logit_cap=1.0)
+EXTRAS = dict(smear=3, value_embeds=True, logit_cap=1.0)
 FIELDS = dataclasses.fields(GPTConfig)
 MOD = dict(mod_on="both", mod_rate=0.4)
 assert_close = torch.testing.assert_close
@@ -452,9 +452,8 @@ def naive(model, idx):
         pytest.fail(f"residual mode {mode!r} has no equation: add one to EQUATIONS in test_all.py")
     sublayer, begin, end = EQUATIONS[mode]
     m.idx, e = idx, m.P["embed.weight"][idx]
-    if m.c.pairs:
-        before = torch.cat((torch.full((len(idx), 1), m.c.vocab_size), idx[:, :-1]), 1)
-        e = e + m.P["pairs.weight"][(before * 1000003 + idx * 8191) % m.c.pairs]
+    for k, w in enumerate(m.P.get("smear.w", ()), 1):
+        e = e + w * torch.cat((0 * m.P["embed.weight"][idx[:, :k]], m.P["embed.weight"][idx[:, :-k]]), 1)
     x = begin(m, e)
     for b, name in itertools.product(range(m.c.n_layer), ("attn", "mlp")):
         m.b, m.at = b, f"blocks.{b}.{name}_residual"
@@ -602,6 +601,30 @@ def test_a_compiled_step_decodes_as_an_eager_one_and_is_compiled_once(changes):
     expected = generate.generate(model, idx, 40, temperature=0)  # past the window
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert torch.equal(generate.generate(model, idx, 40, temperature=0, compile=True), expected)
+
+
+def test_eager_decoding_runs_no_mlp_for_a_token_that_skips_it():
+    model, idx, calls = routed(**MOD), some_ids(1, T=4), []
+    for block in model.blocks:
+        block.mlp.register_forward_hook(lambda module, args, y: calls.append(module))
+    for tau, expected in ((2.0, 0), (0.0, 2)):
+        for router in mod.routers(model):
+            router.tau.fill_(tau)
+        cache = generate.KVCache(model, 1, 4)
+        parts = [model(one, cache=cache)[0] for one in idx.split(1, dim=1)]
+        assert len(calls) == expected * 4
+        assert_close(torch.cat(parts, 1), model(idx)[0], rtol=1e-4, atol=1e-5)
+        calls.clear()
+
+
+def test_decoding_leaves_the_number_of_threads_alone(monkeypatch):
+    model, before, seen = tiny(), torch.get_num_threads(), []
+    model.register_forward_hook(lambda *args: seen.append(torch.get_num_threads()))
+    for small, count in ((generate.SMALL, 1), (0, before)):
+        monkeypatch.setattr(generate, "SMALL", small)
+        for _ in generate.stream_tokens(model, some_ids(T=4), 2):
+            assert torch.get_num_threads() == before
+        assert seen.pop() == seen.pop() == count
 
 
 @every_mode
@@ -1640,7 +1663,7 @@ BAD_INPUT = {
         ("--alpha_warmup_iters=9 --residual=lns", "alpha_warmup_iters=9 needs a mode that rotates"),
         ("--bhyt_interval=9", "needs a mode that predicts"), ("--lora_rank=4", "a trained model"),
         ("--momentum=0.9", "needs optimizer='muon'"), ("--head_lr=1.0", "needs tied=False"),
-        ("--head_scale=1.0", "needs tied=False"), ("--pairs=-1", "must be at least 0"),
+        ("--head_scale=1.0", "needs tied=False"), ("--smear=-1", "must be at least 0"),
         ("--bf16_stream=True", "needs dtype='bfloat16'"), ("--lora_dropout=0.5", "need lora_rank"),
         ("--branch_from=x --init_from=y", "starts a new run"), ("--branch_from=/x", "/x: no such"),
         ("--init_from=/x.pt", "/x.pt: no such checkpoint"), ("--init_from=resume", "no such check"),
@@ -2071,7 +2094,8 @@ def test_a_sample_begins_with_end_of_text_and_every_setting_matters(runs, monkey
     changes = dict(prompt="x", temperature=0, top_k=1, top_p=0.1, seed=2, max_new_tokens=3)
     assert all(text({key: value}) != base for key, value in changes.items())
     speed = ask.decoding_speed(0.0, [5.0, 9.0, 9.5, 10.0])
-    assert speed == "2 tokens/s; 9.00 s before, for the prompt and the first step"
+    before = "the prompt took 5.00 s, the first step 4.00 s"
+    assert speed == f"decoding: 2 tokens/s; before it, {before}"
     assert "too few" in ask.decoding_speed(0.0, [5.0])
 
 
