@@ -4,6 +4,8 @@ Measure speed and memory. Candidates run in turn in one process.
     python bench.py --quick=True    four small parts: about two minutes, most of it compilation
     python bench.py --what=train --modes=prenorm,nag,bhyt --n_layer=12 --n_head=8 --n_embd=512
     python bench.py --what=forward,residual --modes=prenorm,prenorm,nag    prenorm twice: the noise
+    python bench.py --what=doctor   checks a new machine in two minutes, with sizes of its own
+    python bench.py config/llama_3b.py --what=size    computes nothing, so it works on any machine
 
     forward     forward of one block, weights and stream in dtype
     residual    read and write of two sublayers without attention and MLP, forward and backward,
@@ -16,6 +18,9 @@ Measure speed and memory. Candidates run in turn in one process.
                 as one graph, compared with the time to read all weights once per token
     mod         forward and training step by the share of tokens that skip, with executed FLOPs
     data        tokenisation by prepare_c4.py compared with the bare tokenizer; reading a batch
+    size        parameters, FLOPs and memory of one model: --residual and not --modes counts
+    doctor      what is there, an eager step of every mode, compiled steps compared with eager
+                ones, and what is slower than expected
 
 Times are medians and quartiles over rounds. Ratios are to the first candidate.
 """
@@ -23,10 +28,12 @@ Times are medians and quartiles over rounds. Ratios are to the first candidate.
 import logging
 import math
 import os
+import platform
 import random
 import statistics
 import sys
 import time
+import weakref
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -37,13 +44,26 @@ import torch
 from torch import Tensor
 from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from configurator import configure
+from configurator import configure, settings_of
 from data import Loader, Windows, get_tokenizer, write_json
 from generate import FOLDS, KVCache, compiled_step, next_token
-from machine import autocast, commit, device_name, pick_device, prepare_process
+from machine import (
+    autocast,
+    can_compile,
+    commit,
+    cores,
+    device_name,
+    features,
+    memory_bytes,
+    peak_flops,
+    pick_device,
+    pick_dtype,
+    prepare_process,
+)
 from mod import routers
 from model import GPT, RESIDUALS, GPTConfig, settings_of_others
 from norms import pick
@@ -59,6 +79,11 @@ batches_of = "1,32"  # generate: numbers of sequences decoded at once
 data_dir = "data/python"  # data: folder with the shards to read
 tokenizer = "bytes"  # data: tokenizer, as in prepare_c4.py
 megabytes = 10  # data: text to tokenise, approximately
+optimizer = "adamw"  # size: adamw or muon
+loss_chunk: int | None = None  # size: as in train.py
+recompute = False  # size: as in train.py
+shard = "none"  # size: none or fsdp, as in train.py
+ranks = 1  # size: number of processes
 rounds = 7  # timed rounds, after 2 warm-up rounds
 quick = False  # run four parts at a small size with few rounds
 dtype = "bfloat16"  # bfloat16 or float32: autocast, and tensors of forward, residual and generate
@@ -134,15 +159,19 @@ def matrix_rate(flops, matmul):
 
 def floors():
     """(bytes per second of a copy, reads and writes; FLOPs per second of a matrix product)"""
-    cuda, times = device.startswith("cuda"), 10
-    n_bytes = 1 << (30 if cuda else 24 if quick else 27)
+    times, n_bytes = 10, 1 << (30 if device.startswith("cuda") else 24 if quick else 27)
     x = torch.ones(n_bytes, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
-    n = 8192 if cuda else 1024 if quick else 2048
-    a, b = (torch.randn(n, n, device=device).to(getattr(torch, dtype)) for _ in "ab")
     copy = min(seconds(lambda: [y.copy_(x) for _ in range(times)]) for _ in range(rounds))
-    matmul = min(seconds(lambda: [a @ b for _ in range(times)]) for _ in range(rounds))
-    return times * 2 * n_bytes / copy, times * 2 * n**3 / matmul
+    return times * 2 * n_bytes / copy, matmul_speed(dtype)
+
+
+def matmul_speed(precision):
+    """FLOPs per second of a matrix product in bfloat16 or float32."""
+    times, n = 10, 8192 if device.startswith("cuda") else 1024 if quick else 2048
+    a, b = (torch.randn(n, n, device=device).to(getattr(torch, precision)) for _ in "ab")
+    fastest = min(seconds(lambda: [a @ b for _ in range(times)]) for _ in range(rounds))
+    return times * 2 * n**3 / fastest
 
 
 # ------------------------------------------------------------------------------------------------
@@ -169,12 +198,13 @@ def tokens(config, rows):
 
 
 def stepper(config, precision=None, compile=True, fused=True, **attributes):
-    """(function that runs one training step, model, optimizer)
+    """(function that runs one training step and returns its loss, model, optimizer)
 
     attributes are set on the model: loss_chunk, recompute.
     """
     torch.manual_seed(0)
-    model = GPT(config).to(device)
+    with torch.device(device):
+        model = GPT(config)
     for key, value in attributes.items():
         setattr(model, key, value)
     if compile:
@@ -190,6 +220,7 @@ def stepper(config, precision=None, compile=True, fused=True, **attributes):
         optimizer.step()
         model.after_step()
         optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
     return step, model, optimizer
 
@@ -368,7 +399,7 @@ def memory(settings, copy, matmul):
     print(f"\n{'a training step':<28} {'kept':>10} {'a block':>10} {'peak':>10}")
     for name, config in configs(settings).items():
         for suffix, attributes in options.items():
-            # MemTracker does not remove its hooks, so each measurement has its own process.
+            # Each measurement has its own process, where nothing is left of the one before.
             row = report[name + suffix] = in_new_process(step_memory, config, attributes)
             sizes = " ".join(f"{n / 2**20:>6.0f} MiB" for n in row.values())
             print(f"{name + suffix:<28} {sizes}")
@@ -385,11 +416,41 @@ def step_memory(config, attributes):
         torch.cuda.reset_peak_memory_stats()
         step()
         return report | {"peak": torch.cuda.max_memory_allocated()}
-    tracker = MemTracker()  # counts live tensors; the process can hold up to twice that
-    tracker.track_external(model, optimizer)
-    with tracker:
+    with LiveBytes(model, optimizer) as live:  # the process can hold up to twice that
         step()
-    return report | {"peak": tracker.get_tracker_snapshot("peak")[torch.device(device)]["Total"]}
+    return report | {"peak": live.peak}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors, and the most at any time: those of the model and of the
+    optimizer, and those that are made inside. Fake tensors count as if they had data."""
+
+    def __init__(self, model, optimizer):
+        super().__init__()
+        self.now, self.peak, self.known = 0, 0, set()
+        state = [x for entry in optimizer.state.values() for x in entry.values()]
+        self.add((*model.parameters(), *model.buffers(), state))
+
+    def add(self, tensors):
+        tree_map_only(Tensor, self.add_storage, tensors)
+        self.peak = max(self.peak, self.now)
+
+    def add_storage(self, tensor):
+        storage = tensor.untyped_storage()
+        key, n_bytes = storage._cdata, storage.nbytes()  # fake tensors have no data_ptr
+        if key not in self.known:
+            self.known.add(key)
+            self.now += n_bytes
+            weakref.finalize(storage, self.remove, key, n_bytes)
+
+    def remove(self, key, n_bytes):
+        self.known.remove(key)
+        self.now -= n_bytes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.add(out)
+        return out
 
 
 def kept_bytes(config, attributes):
@@ -552,36 +613,174 @@ def data(settings, copy, matmul):
     return report
 
 
-ALL = (forward, residual, train, cold, recipe, memory, generate, mod, data)
+def size(settings, copy, matmul):
+    """Parameters, FLOPs and memory of a training step, for the model of a config file.
+
+    Runs eager steps with fake tensors, which have shapes but no data. Compiled code keeps less.
+    """
+    config = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
+    with FakeTensorMode():
+        attributes = {"loss_chunk": loss_chunk, "recompute": recompute}
+        step, model, adamw = stepper(config, compile=False, **attributes)
+        step()  # creates the optimizer's state
+        with LiveBytes(model, adamw) as live:
+            step()
+    count, active = model.num_params(), model.num_params(active=True)
+    matrices = sum(model.get_parameter(name).numel() for name in model.param_groups()["matrices"])
+    less = 4 * matrices if optimizer == "muon" else 0  # one moment in place of two
+    report = {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count - less}
+    report["peak"] = live.peak - less
+    report["a rank"] = report["peak"] + distribution_bytes(model, report)
+    flops = model.flops_per_token()
+    print(f"\n{config.residual}: {count:,} parameters, {active:,} of them used by a token")
+    print(
+        f"{flops:.4g} FLOPs per token, {flops * batch_size * config.block_size:.4g} per micro-step"
+    )
+    print(", ".join(f"{key} {n / 2**30:.2f} GiB" for key, n in report.items()))
+    return {"parameters": count, "active": active, "flops_per_token": flops, **report}
+
+
+def distribution_bytes(model, report):
+    """What several ranks add to the memory of each: less than zero under FSDP, for most shapes.
+
+    FSDP divides weights and optimizer state, but a rank gathers the weights outside the blocks and
+    those of two blocks, because it prefetches one. DDP copies the gradients into buckets.
+    """
+    if ranks == 1:
+        return 0
+    if shard == "none":
+        return report["gradients"]
+    block = max(sum(4 * p.numel() for p in block.parameters()) for block in model.blocks)
+    gathered = report["weights"] - len(model.blocks) * block + 2 * block
+    return gathered - round((1 - 1 / ranks) * (report["weights"] + report["optimizer"]))
+
+
+# Time of an eager training step at DOCTOR's size, relative to prenorm, on a CPU; others: about 1.
+EAGER = {"nag": 1.5, "ngpt": 1.3, "hc": 2.2, "mhc": 3.8, "attnres": 1.4, "attnres_block": 1.4}
+SLOW = 2  # a mode is slower than expected if it takes this many times as long as EAGER says
+
+
+def doctor(settings, copy, matmul):
+    place = torch.device(device)
+    memory, compiler = memory_bytes(place), can_compile(place.type)
+    print(f"Python {platform.python_version()}, {cores()} cores, {', '.join(features(place))}")
+    print("memory: " + (f"{memory / 2**30:.1f} GiB" if memory else "unknown"))
+    print("torch.compile: " + ("yes" if compiler else "no"))
+    problems, named = problems_of_machine(copy, matmul), configs(settings)
+    steps = {name: stepper(config, compile=False)[0] for name, config in named.items()}
+    losses = {name: [float(step()) for _ in range(3)] for name, step in steps.items()}
+    first = next(iter(steps))
+
+    def note(name, medians):
+        ratio, marks = medians[name] / medians[first], ""
+        if not all(map(math.isfinite, losses[name])):
+            problems.append(f"{name}: the loss is not finite; try --dtype=float32, then report it")
+            marks += "  loss not finite"
+        if ratio > SLOW * EAGER.get(name, 1) / EAGER.get(first, 1):
+            hint = "run again; if it stays, look at --what=residual"
+            problems.append(f"{name}: slower than expected, {ratio:.1f}x {first}; {hint}")
+            marks += "  slower than expected"
+        return f"loss {losses[name][0]:.4f}{marks}"
+
+    report = {"losses": losses, "eager": compare("eager training step", steps, note)}
+    for name in [name for name in ("prenorm", "nag") if name in named] if compiler else []:
+        report[name] = compiled_and_eager(name, named[name], steps[name], losses[name], problems)
+    print()
+    for problem in problems:
+        print(f"- {problem}")
+    print("see the lines above" if problems else "no problems: all is as expected")
+    return report | {"problems": problems}
+
+
+def problems_of_machine(copy, matmul):
+    """Lines that say what slows this machine down, and what to do about it."""
+    on_cpu, threads = device == "cpu", torch.get_num_threads()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    peak = peak_flops(device_name(torch.device(device)))
+    plain = matmul_speed("float32")
+    checks = (
+        (on_cpu and threads < cores(), f"torch uses {threads} of {cores()} cores: set "
+         f"OMP_NUM_THREADS={cores()}"),
+        (load > cores() / 2, f"other processes run: the load is {load:.1f} on {cores()} cores; "
+         "stop them, or do not trust these times"),
+        (not can_compile(torch.device(device).type), "torch.compile does not work here: on a CPU, "
+         "use Linux and install g++; train.py runs without it"),
+        (copy < 5e9, f"slower than expected: a copy moves {copy / 1e9:.1f} GB/s; look for other "
+         "processes"),
+        (dtype == "bfloat16" and matmul < plain, "slower than expected: bfloat16 has "
+         f"{matmul / plain:.2f} of float32's matrix rate; give train.py --dtype=float32"),
+        (peak and matmul < 0.5 * peak, f"slower than expected: {matmul / (peak or 1):.0%} of the "
+         "data sheet's matrix rate; look at nvidia-smi for power limits and other processes"),
+    )  # fmt: skip
+    return [line for holds, line in checks if holds]
+
+
+def compiled_and_eager(name, config, eager, losses, problems):
+    """Compare the losses of three steps and the time of a step with those of eager code."""
+    step, *_ = stepper(config)
+    began = time.perf_counter()
+    compiled = [float(step()) for _ in range(3)]
+    first = time.perf_counter() - began
+    difference = max(abs(a - b) for a, b in zip(losses, compiled))
+    close = 0.02 if dtype == "bfloat16" else 1e-4
+    if not difference < close:
+        problems.append(f"{name}: compiled differs by {difference:.2g}; use --compile=False")
+    report = compare(f"{name}, training step", {"eager": eager, "compiled": step})
+    print(f"compiled: losses differ by {difference:.2g}; the first three steps took {first:.0f} s")
+    ratio = report["compiled"]["ratio"][1]
+    if ratio > 1.2:
+        slower = f"compiled is slower than expected, {ratio:.1f}x eager"
+        problems.append(f"{name}: {slower}; run again, or use --compile=False")
+    return report | {"difference": difference, "first": first}
+
+
+ALL = (forward, residual, train, cold, recipe, memory, generate, mod, data, size, doctor)
 PARTS = {part.__name__: part for part in ALL}
 QUICK = "--what=forward,residual,train,generate --modes=prenorm,nag --n_layer=2 --rounds=3"
 QUICK += " --batch_size=2 --prompt_tokens=64 --new_tokens=32 --batches_of=1"
+DOCTOR = "--quick=True --n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=4 --rounds=9"
+DOCTOR += " --modes=" + ",".join(sorted(RESIDUALS, key="prenorm".__ne__))  # prenorm is the first
+
+
+def unused_settings():
+    """Settings of train.py that config files may hold, and that no part of this file needs."""
+    names = settings_of(os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py"))
+    return {name for name in names if not name.startswith(("sft_", "lora_"))}
 
 
 def main():
     given = sys.argv[1:]
-    settings, _ = configure(globals(), GPTConfig, argv=given)
-    if quick:
-        settings, _ = configure(globals(), GPTConfig, argv=[*QUICK.split(), *given])
-    adopt({"device": str(pick_device(device))})
+    read = partial(configure, globals(), GPTConfig, unused=unused_settings())
+    settings, _ = read(argv=given)
+    if what == "doctor":
+        auto = pick_dtype("auto", pick_device(device).type)
+        settings, _ = read(argv=[*DOCTOR.split(), f"--dtype={auto}", *given])
+    elif quick:
+        settings, _ = read(argv=[*QUICK.split(), *given])
+    adopt({"device": "cpu" if what == "size" else str(pick_device(device))})
     try:
         chosen = [pick(PARTS, part, "what") for part in what.split(",")]
         pick({"bfloat16": 0, "float32": 0}, dtype, "dtype")
-        for config in configs(settings).values():
-            GPT(replace(config, n_layer=1))
+        pick({"adamw": 0, "muon": 0}, optimizer, "optimizer")
+        pick({"none": 0, "fsdp": 0}, shard, "shard")
+        with torch.device("meta"):
+            for config in configs(settings).values():
+                GPT(replace(config, n_layer=1))
     except ValueError as error:
         raise SystemExit(f"bench.py: {error}") from error
     torch._dynamo.config.recompile_limit = 256  # one process compiles many modes
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
     name, threads = device_name(torch.device(device)), torch.get_num_threads()
-    copy, matmul = floors()
     report = {"settings": settings, "git": commit(), "torch": torch.__version__, "threads": threads}
-    report |= {"device": name, "copy_bytes_s": copy, "matmul_flops_s": matmul}
+    report["device"], copy, matmul = name, None, None
     print(f"{name}, torch {torch.__version__}, {threads} threads, {dtype}")
     shape = "n_layer n_head n_embd block_size vocab_size".split()
     print(", ".join(f"{key} {settings[key]}" for key in shape) + f", {batch_size} sequences")
-    print(f"copy {copy / 1e9:.1f} GB/s, matrix product {matmul / 1e12:.2f} TFLOP/s")
+    if what != "size":
+        copy, matmul = floors()
+        report |= {"copy_bytes_s": copy, "matmul_flops_s": matmul}
+        print(f"copy {copy / 1e9:.1f} GB/s, matrix product {matmul / 1e12:.2f} TFLOP/s")
     for part in chosen:
         report[part.__name__] = part(settings, copy, matmul)
         write_json(out, report)

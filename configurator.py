@@ -33,13 +33,13 @@ class Setting(NamedTuple):
     comment: str
 
 
-def configure(namespace, *dataclasses, argv):
+def configure(namespace, *dataclasses, argv, unused=()):
     """Set the settings in a script's namespace. Returns two dicts: (all settings, given settings).
 
     The first has every setting of the script and the dataclasses. The second has only those that
-    config files or the command line set.
+    config files or the command line set. Config files may hold settings that are unused here.
     """
-    own = read_settings(open(namespace["__file__"]).read())
+    own = settings_of(namespace["__file__"])
     known = dict(own)
     for cls in dataclasses:
         known |= read_settings(textwrap.dedent(inspect.getsource(cls)), of=cls.__name__)
@@ -47,6 +47,8 @@ def configure(namespace, *dataclasses, argv):
         raise SystemExit(print_help(namespace, known))
     given = {}
     for source, key, value in overrides(argv, known):
+        if key in unused and key not in known and source != "command line":
+            continue
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
             unknown = f"{source}: there is no setting {key!r}; the nearest is {near!r}"
@@ -55,6 +57,10 @@ def configure(namespace, *dataclasses, argv):
     values = {key: setting.default for key, setting in known.items()} | given
     namespace.update({key: values[key] for key in own})
     return values, given
+
+
+def settings_of(path):
+    return read_settings(open(path).read())
 
 
 def read_settings(text, of=None):

@@ -64,7 +64,7 @@ class Router(nn.Module):
         fresh = torch.zeros(BINS, dtype=torch.int64)  # this rank's scores since the last balance
         self.register_buffer("fresh", fresh)
         self.register_buffer("tau", torch.zeros(1))
-        share = torch.full((1,), 1.0 - self.rate)  # share of tokens that run in training
+        share = torch.tensor([1.0 - self.rate])  # share of tokens that run in training
         self.register_buffer("share", share)
         self.collect = False  # fill the histogram in evaluation too
         self.look_ahead = False  # use training's top-k in evaluation, for comparison only

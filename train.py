@@ -32,6 +32,7 @@ from data import Loader, Windows, atomic, eval_batches, meta_tokenizer, spread
 from depth import gate_health
 from machine import (
     autocast,
+    backend,
     can_compile,
     commit,
     device_name,
@@ -306,7 +307,7 @@ if flops_budget is not None:
 
 prepare_process(device)
 if world > 1:
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(backend(device))
 if compile:
     model.compile_blocks()
 net = model  # what the training step calls

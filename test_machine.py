@@ -1,0 +1,347 @@
+"""The tests of machines we do not have: what only a GPU runs, and the memory of large models.
+
+`gpu` is a CPU that calls itself a GPU, so every branch for CUDA runs with real numbers.
+"""
+
+import glob
+import json
+import math
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import bench
+import data as data_file
+import generate
+import machine
+from model import GPT, RESIDUALS, GPTConfig
+from test_all import HERE, TINY, cases, data, evaluated, log_of, refuses, slow, train
+
+on_cpu = lambda x: "cpu" if str(x).startswith("cuda") else x
+CUDA = {  # function of torch.cuda: what the fake GPU answers
+    "is_available": True, "set_device": None, "synchronize": None, "is_bf16_supported": True,
+    "get_device_name": "NVIDIA H100 80GB HBM3", "get_device_capability": (9, 0),
+    "mem_get_info": (1 << 30, 80 << 30), "max_memory_allocated": 7 * 10**9,
+    "reset_peak_memory_stats": None, "is_current_stream_capturing": False,
+}  # fmt: skip
+
+
+class OnCPU(TorchFunctionMode):
+    """Runs on the CPU what asks for cuda. Keeps (device, non_blocking) of every copy to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.to and str(args[1]).startswith("cuda"):
+            self.copies.append((str(args[1]), kwargs.get("non_blocking", False)))
+        moved = [on_cpu(x) if isinstance(x, (str, torch.device)) else x for x in args]
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": on_cpu(kwargs["device"])}
+        return func(*moved, **kwargs)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    asked, precision, autocast = {}, torch.get_float32_matmul_precision(), torch.autocast
+
+    def fake(name, answer):
+        asked[name] = []
+        return lambda *args, **how: asked[name].append((*args, *how.values())) or answer
+
+    for name, answer in CUDA.items():
+        monkeypatch.setattr(torch.cuda, name, fake(name, answer))
+    asked["pinned"], asked["autocast"] = [], []
+    pin = lambda tensor: asked["pinned"].append(tensor.shape) or tensor
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+
+    def cast(device_type, *args, **how):
+        asked["autocast"].append(device_type)
+        return autocast(on_cpu(device_type), *args, **how)
+
+    monkeypatch.setattr(torch, "autocast", cast)
+    with OnCPU() as mode:
+        yield SimpleNamespace(copies=mode.copies, **asked)
+    torch.set_float32_matmul_precision(precision)
+
+
+def test_a_gpu_is_found_named_and_prepared(gpu):
+    device = machine.pick_device("auto", local_rank=3)
+    machine.prepare_process(device)
+    assert str(device) == "cuda:3" and gpu.set_device == [(3,)]
+    assert torch.get_float32_matmul_precision() == "high"
+    assert machine.pick_dtype("auto", "cuda") == "bfloat16" and machine.can_compile("cuda")
+    assert gpu.is_bf16_supported == [(False,)]  # emulation does not count
+    assert machine.device_name(device) == CUDA["get_device_name"]
+    assert machine.features(device)[1:] == ["compute capability 9.0", "bfloat16"]
+    assert machine.memory_bytes(device) == 80 << 30 and machine.peak_memory_gb(device) == 7
+    assert machine.backend(device) == "nccl" and machine.backend(torch.device("cpu")) == "gloo"
+
+
+@cases("name, teraflops", [
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835),
+    ("NVIDIA H200", 989), ("NVIDIA B200", 2250), ("NVIDIA A100-SXM4-80GB", 312),
+    ("NVIDIA A10G", 70), ("NVIDIA A40", 150), ("NVIDIA L40S", 362), ("NVIDIA L4", 121),
+    ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA RTX 6000 Ada Generation", 364),
+    ("NVIDIA H20", None), ("NVIDIA L40", None), ("NVIDIA A10", None), ("Tesla T4", None),
+    ("AMD EPYC", None),
+])  # fmt: skip
+def test_the_peak_of_a_gpu_goes_by_its_name(name, teraflops):
+    assert machine.peak_flops(name) == (teraflops and teraflops * 1e12)
+
+
+def test_batches_for_a_gpu_are_pinned_and_copied_without_waiting(gpu, data):
+    windows = data_file.Windows(data, "train", 16)
+    loader = data_file.Loader(windows, 4, 1, seed=1, device=torch.device("cuda:1"))
+    plain = data_file.Loader(windows, 4, 1, seed=1)
+    for ours, theirs in zip(loader.batch(0, 0), plain.batch(0, 0)):
+        assert torch.equal(ours, theirs)
+    assert gpu.pinned[:2] == [(4, 16)] * 2 and gpu.copies == [("cuda:1", True)] * 2
+    x, y = next(data_file.eval_batches(windows, [0, 1, 2], 4, torch.device("cuda:1")))
+    assert gpu.copies[2:] == [("cuda:1", False)] * 2 and (y[3] == -1).all()
+
+
+def test_a_run_and_its_evaluation_on_a_gpu_give_the_numbers_of_a_cpu(gpu, data, tmp_path):
+    train(data, tmp_path / "gpu", device="cuda", dtype="bfloat16")
+    assert {device for device, _ in gpu.copies} == {"cuda:0"}
+    assert gpu.pinned and set(gpu.autocast) == {"cuda"}
+    train(data, tmp_path / "cpu", dtype="bfloat16")
+    ours, theirs = (log_of(tmp_path / name) for name in ("gpu", "cpu"))
+    losses = lambda log: [(record.get("loss"), record["val_loss"]) for record in log.records]
+    assert losses(ours) == losses(theirs)
+    (header,), last = ours.headers, ours.records[-1]
+    assert header["device"] == CUDA["get_device_name"] and last["mem_gb"] == 7
+    assert last["mfu"] == pytest.approx(last["tok_s"] * header["flops_per_step"] / 128 / 989e12)
+    reports = [
+        evaluated(tmp_path / "gpu", "loss,depth,sample", device=device, max_new_tokens=4)
+        for device in ("auto", "cpu")
+    ]
+    assert reports[0]["loss"] == reports[1]["loss"]
+
+
+def test_several_gpus_talk_by_nccl_and_each_rank_has_its_own(gpu, data, tmp_path, monkeypatch):
+    """With a process group whose collectives do nothing, as if every rank had the same."""
+    seen, init = [], dist.init_process_group
+
+    def start(backend):
+        seen.append(backend)
+        init("fake", rank=1, world_size=2, store=FakeStore())
+
+    def wrap(model, device_ids, **how):
+        seen.append(device_ids)
+        return model
+
+    monkeypatch.setattr(dist, "init_process_group", start)
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", wrap)
+    for key, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2)):
+        monkeypatch.setenv(key, str(value))
+    try:
+        train(data, tmp_path / "x", device="auto", gradient_accumulation_steps=2)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert seen == ["nccl", [1]] and gpu.set_device == [(1,)]
+
+
+def test_a_gpu_decodes_with_graphs_and_bench_waits_for_it(gpu, monkeypatch):
+    compiled, order = {}, []
+    monkeypatch.setattr(torch, "compile", lambda run, **how: compiled.update(how) or run)
+    generate.compiled_step(torch.device("cuda:0"))
+    assert compiled == {"fullgraph": True, "dynamic": False, "mode": "reduce-overhead"}
+    monkeypatch.setattr(bench, "device", "cuda:0")
+    monkeypatch.setattr(bench, "dtype", "float32")
+    monkeypatch.setattr(bench, "batch_size", 2)
+    bench.seconds(lambda: order.append(len(gpu.synchronize)))
+    assert order == [1] and len(gpu.synchronize) == 2  # before it starts, and before the clock
+    enter = lambda x: torch.autograd.profiler.record_function("fake")
+    stream = lambda: SimpleNamespace(wait_stream=lambda other: None)
+    graph = lambda: SimpleNamespace(replay=lambda: order.append("replay"))
+    for name, fake in (("Stream", stream), ("current_stream", stream), ("CUDAGraph", graph)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "graph", enter)
+    bench.replayed(lambda: order.append("run"))()
+    assert order[1:] == ["run"] * 4 + ["replay"]  # three to warm up, one to record
+    report = bench.step_memory(GPTConfig(**TINY), {})
+    assert report["peak"] == CUDA["max_memory_allocated"] and len(gpu.reset_peak_memory_stats) == 1
+
+
+# --- Devices of tensors ---------------------------------------------------------------------------
+
+
+def steps_on_another_device(modes):
+    """An error, or None, for a step and a generation in each mode and design with all tensors on a
+    device that is not the CPU. Fake tensors have no data, but an operation checks their devices."""
+    from torch.utils import backend_registration as backends
+
+    class Module(backends._DummyBackendModule):
+        def get_amp_supported_dtype(self):
+            return [torch.bfloat16]
+
+    backends._setup_privateuseone_for_python_backend("other", Module())
+    empty = lambda x: torch.empty(x.shape, dtype=x.dtype, device="other:0")
+    errors = {}
+    for mode in modes:
+        router = "nag" if mode == "nag" else "learned"
+        routed = dict(mod_on="both", mod_rate=0.4, mod_router=router)
+        for more in ({}, {"moe_experts": 4}, {"tied": False, "bias": True}, routed):
+            try:
+                model = GPT(GPTConfig(**{**TINY, "residual": mode, **more}))
+            except ValueError as error:
+                assert "does not use" in str(error)
+                continue
+            with FakeTensorMode():
+                try:
+                    step_on_another_device(model, empty, generates=more is not routed)
+                except RuntimeError as error:
+                    errors[f"{mode} {more}"] = str(error)
+    return errors
+
+
+def step_on_another_device(model, empty, generates):
+    weights = {p: torch.nn.Parameter(empty(p)) for p in model.parameters()}
+    for module in model.modules():
+        for name, p in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, weights[p])
+        for name, x in [*module.named_buffers(recurse=False)]:
+            setattr(module, name, empty(x))
+    x = torch.empty((2, 32), dtype=torch.int64, device="other:0")
+    (optimizer,) = model.optimizers("adamw", 1e-3, None, 0.1, (0.9, 0.95))
+    model(x, x)[1].backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    model.after_step()
+    model.refresh()
+    if generates:  # with a mixture of depths, shapes depend on the data
+        written = generate.generate(model.eval(), x[:, :4], 8)
+        assert written.shape == (2, 12) and written.device == x.device
+
+
+def test_no_mode_mixes_the_cpu_with_another_device():
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # a new device stays for good
+        assert pool.submit(steps_on_another_device, [*RESIDUALS]).result() == {}
+
+
+# --- bench.py: the size of a model, and the doctor ------------------------------------------------
+
+
+def run_bench(*argv, **settings):
+    argv = ["bench.py", *argv, *(f"--{key}={value}" for key, value in settings.items())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", argv)
+        for name in vars(bench).copy():
+            patch.setattr(bench, name, getattr(bench, name))  # configure changes its settings
+        bench.main()
+    return json.load(open(settings["out"]))
+
+
+def tiny_size(tmp_path, *argv, **changes):
+    how = TINY | dict(what="size", out=tmp_path / "size.json", batch_size=2) | changes
+    return run_bench(*argv, **how)["size"]
+
+
+@cases("changes", [{}, {"recompute": True}, {"loss_chunk": 16}, {"moe_experts": 4},
+    {"residual": "hc"}, {"residual": "prenorm", "dtype": "float32"},
+])  # fmt: skip
+def test_the_size_of_a_model_is_what_a_real_step_takes(tmp_path, monkeypatch, changes):
+    size = tiny_size(tmp_path, **changes)
+    shape = {k: v for k, v in changes.items() if k not in ("recompute", "loss_chunk", "dtype")}
+    monkeypatch.setattr(bench, "device", "cpu")
+    monkeypatch.setattr(bench, "batch_size", 2)
+    monkeypatch.setattr(bench, "dtype", changes.get("dtype", "bfloat16"))
+    attributes = {k: v for k, v in changes.items() if k in ("recompute", "loss_chunk")}
+    config = GPTConfig(**{**TINY, **shape})
+    step, model, optimizer = bench.stepper(config, compile=False, **attributes)
+    assert size["parameters"] == sum(p.numel() for p in model.parameters())
+    assert size["flops_per_token"] == model.flops_per_token()
+    step()
+    state = [x.nbytes for entry in optimizer.state.values() for x in entry.values()]
+    assert size["optimizer"] == pytest.approx(sum(state), rel=0.01)
+    assert size["weights"] == sum(p.nbytes for p in model.parameters()) == size["gradients"]
+    with bench.LiveBytes(model, optimizer) as live:
+        step()
+    assert size["peak"] == size["a rank"] == live.peak
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        step()
+    theirs = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert live.peak == pytest.approx(theirs, rel=0.02)
+
+
+def test_the_size_of_a_rank_has_what_ranks_share_and_add(tmp_path):
+    one, ddp = tiny_size(tmp_path), tiny_size(tmp_path, ranks=2)
+    assert ddp["a rank"] - one["peak"] == one["gradients"]
+    eight = tiny_size(tmp_path, ranks=8, shard="fsdp")
+    saved = 7 / 8 * (one["weights"] + one["optimizer"])
+    assert eight["a rank"] == pytest.approx(one["peak"] - saved + one["weights"])  # 2 of 2 blocks
+    muon, matrices = tiny_size(tmp_path, optimizer="muon"), 4 * 2 * 12 * 32 * 32
+    assert one["optimizer"] - muon["optimizer"] == one["peak"] - muon["peak"] == matrices
+    refuses("no setting 'max_iters'", tiny_size, tmp_path, max_iters=3)
+    refuses("sft_lima.py: there is no", tiny_size, tmp_path, f"{HERE}/config/sft_lima.py")
+
+
+SIZES = {"llama_1b": (1.076e9, 6.658e9), "llama_3b": (2.973e9, 18.37e9)}  # parameters, FLOPs
+CONFIGS = sorted(set(glob.glob(f"{HERE}/config/*.py")) - {f"{HERE}/config/sft_lima.py"})
+
+
+@cases("path", [slow(path) if path.endswith("3b.py") else path for path in CONFIGS])
+def test_the_size_of_every_config_is_known_without_its_memory(tmp_path, path):
+    name = os.path.basename(path)[:-3]
+    shallow = {} if name in SIZES else {"n_layer": 2}
+    size = run_bench(path, what="size", out=tmp_path / "size.json", **shallow)["size"]
+    if not shallow:
+        found = size["parameters"], size["flops_per_token"]
+        assert found == pytest.approx(SIZES[name], rel=1e-3)
+    assert 16 * size["parameters"] <= size["peak"] + size["gradients"] < 1 << 38
+
+
+def test_the_doctor_says_what_is_slow_and_what_to_do(gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "floors", lambda: (1e9, 1e14))
+    monkeypatch.setattr(bench, "matmul_speed", lambda precision: 2e14)
+    monkeypatch.setattr(bench, "can_compile", lambda device_type: False)
+    monkeypatch.setattr(bench, "EAGER", {"nag": 0.01})
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e3, 0, 0))
+    modes = dict(modes="prenorm,nag", rounds=2)
+    report = run_bench(what="doctor", out=tmp_path / "b.json", **modes)["doctor"]
+    found = "\n".join(report["problems"])
+    for text in (
+        "load is 1000.0", "install g++", "a copy moves 1.0 GB/s", "0.50 of float32's matrix rate",
+        "10% of the data sheet's", "nag: slower than expected",
+    ):  # fmt: skip
+        assert text in found
+    assert len(report["problems"]) == 6 and "cores: set" not in found  # a GPU: threads do not count
+    printed = capsys.readouterr().out
+    assert "H100" in printed and "memory: 80.0 GiB" in printed and "slower than expected" in printed
+
+
+def test_the_doctor_finds_a_mode_whose_loss_is_not_finite(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "can_compile", lambda device_type: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 0)
+    monkeypatch.setattr(bench, "stepper", lambda *a, **how: (lambda: torch.tensor(math.nan),))
+    how = dict(what="doctor", device="cpu", out=tmp_path / "b.json", modes="lns", rounds=2)
+    found = "\n".join(run_bench(**how)["doctor"]["problems"])
+    assert "lns: the loss is not finite" in found and "OMP_NUM_THREADS=" in found
+
+
+@pytest.mark.slow
+def test_the_doctor_tries_every_mode_and_compares_compiled_code(tmp_path, capsys):
+    report = run_bench(what="doctor", device="cpu", out=tmp_path / "b.json", rounds=2)["doctor"]
+    assert set(report["losses"]) == set(RESIDUALS) and next(iter(report["losses"])) == "prenorm"
+    assert all(math.isfinite(loss) for losses in report["losses"].values() for loss in losses)
+    assert not [line for line in report["problems"] if "differs" in line or "finite" in line]
+    assert {"prenorm", "nag"} < set(report) and report["nag"]["difference"] < 0.02
