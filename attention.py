@@ -97,7 +97,7 @@ class Attention(nn.Module):
     def query(self, h, rope):
         return self.q_scale(rotary(self.q_norm(self.heads(self.wq(h))), rope))  # (B, H, T, D)
 
-    def key_value(self, h, rope, values):
+    def key_value(self, h, rope, values=None):
         k = self.k_scale(rotary(self.k_norm(self.heads(self.wk(h))), rope))
         v = self.heads(self.wv(h))
         if values is not None:

@@ -453,7 +453,9 @@ def naive(model, idx):
     sublayer, begin, end = EQUATIONS[mode]
     m.idx, e = idx, m.P["embed.weight"][idx]
     for k, w in enumerate(m.P.get("smear.w", ()), 1):
-        e = e + w * torch.cat((0 * m.P["embed.weight"][idx[:, :k]], m.P["embed.weight"][idx[:, :-k]]), 1)
+        e = e + w * torch.cat(
+            (0 * m.P["embed.weight"][idx[:, :k]], m.P["embed.weight"][idx[:, :-k]]), 1
+        )
     x = begin(m, e)
     for b, name in itertools.product(range(m.c.n_layer), ("attn", "mlp")):
         m.b, m.at = b, f"blocks.{b}.{name}_residual"
