@@ -47,20 +47,20 @@ class GPTConfig:
     residual: str = "nag"  # how sublayers read and write the stream: a name from RESIDUALS
     norm: str = "rms"  # rms, layer or none
     norm_eps: float = 1e-6  # epsilon of the norms, inside the root
-    activation: str = "gelu"  # gelu, relu, relu2, silu or swiglu
-    qk_norm: bool = False  # RMSNorm on queries and keys
+    activation: str = "relu2"  # gelu, relu, relu2, silu or swiglu
+    qk_norm: bool = True  # RMSNorm on queries and keys
     rope_base: float = 10000.0  # base of the rotary frequencies
     bf16_stream: bool = False  # keep the stream in bfloat16 under bfloat16 autocast
-    tied: bool = True  # one matrix for embedding and head
-    smear: int = 0  # tokens before the current one whose embeddings are added to its own
-    value_embeds: bool = False  # every second block adds an embedding of the token to its values
-    logit_cap: float | None = None  # logits become cap tanh(logits / cap); None: no cap
+    tied: bool = False  # one matrix for embedding and head
+    smear: int = 4  # tokens before the current one whose embeddings are added to its own
+    value_embeds: bool = True  # every second block adds an embedding of the token to its values
+    logit_cap: float | None = 15.0  # logits become cap tanh(logits / cap); None: no cap
     bias: bool = False  # biases in the linears, and LayerNorm's shift
     dropout: float = 0.0  # on the embedding, the attention weights and every sublayer's output
-    init: str = "normal"  # linears: normal, kaiming (gain of the activation), xavier or uniform
+    init: str = "kaiming"  # linears: normal, kaiming (gain of the activation), xavier or uniform
     init_scale: float = 0.05  # std of the embedding and of normal; bound of uniform
-    embed_scale: float | None = None  # std of the embedding; None: init_scale
-    head_scale: float | None = None  # std of a head that is not tied; None: init_scale
+    embed_scale: float | None = 0.8  # std of the embedding; None: init_scale
+    head_scale: float | None = 0.001  # std of a head that is not tied; None: init_scale
     init_out: str | None = None  # output projections: scaled, plain or zero; None: mode's default
     branch_scale: str = "one"  # factor on sublayer outputs: one, or depth for 1/sqrt(n_layer)
     dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: initial alpha before attention, MLP and head
@@ -494,7 +494,10 @@ def check(config):
         (c.init_scale > 0, f"init_scale={c.init_scale}: must be above 0"),
         (c.smear >= 0, f"smear={c.smear}: must be at least 0"),
         (c.logit_cap is None or c.logit_cap > 0, f"logit_cap={c.logit_cap}: must be above 0"),
-        (c.head_scale is None or not c.tied, f"head_scale={c.head_scale} needs tied=False"),
+        (
+            not c.tied or c.head_scale in (None, GPTConfig.head_scale),
+            f"head_scale={c.head_scale} needs tied=False",
+        ),
         (0 <= c.dropout < 1, f"dropout={c.dropout}: give a share, 0 <= dropout < 1"),
         (C % H == 0, f"n_embd={C} does not divide into n_head={H} heads"),
         (C // H % 2 == 0, f"n_embd / n_head = {C // H} is odd: rotary turns pairs of features"),

@@ -49,14 +49,16 @@ from attention import cpu_attention
 from model import GPT, RESIDUALS, GPTConfig
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64)
+FIELDS = dataclasses.fields(GPTConfig)
+PLAIN = os.path.join(HERE, "config", "plain.py")
+TINY = {key: value for _, key, value in configurator.read_file(PLAIN) if hasattr(GPTConfig, key)}
+TINY |= dict(residual="nag", n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64)
 TINY_RUN = (
-    "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=4 --max_iters=6 "
-    "--warmup_iters=2 --eval_tokens=512 --eval_interval=3 --log_interval=1 --device=cpu "
+    f"{PLAIN} --residual=nag --n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=4 "
+    "--max_iters=6 --warmup_iters=2 --eval_tokens=512 --eval_interval=3 --log_interval=1 --device=cpu "
     "--dtype=float32 --compile=False"
 ).split()
 EXTRAS = dict(smear=3, value_embeds=True, logit_cap=1.0)
-FIELDS = dataclasses.fields(GPTConfig)
 MOD = dict(mod_on="both", mod_rate=0.4)
 assert_close = torch.testing.assert_close
 cases = functools.partial(pytest.mark.parametrize, ids=str)

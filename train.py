@@ -52,18 +52,18 @@ out_dir = "out"  # checkpoints and log.jsonl
 init_from = "scratch"  # scratch, resume (in out_dir), auto (either) or a checkpoint to fine-tune
 branch_from: str | None = None  # a checkpoint to continue in a new out_dir, optimizer included
 # length and batch
-max_iters = 700  # optimizer steps
+max_iters = 2000  # optimizer steps
 flops_budget: float | None = None  # training FLOPs, in place of max_iters
-batch_size = 8  # the most sequences per rank in a micro-step
+batch_size = 4  # the most sequences per rank in a micro-step
 gradient_accumulation_steps: int | None = None  # micro-steps per step, over all ranks; None: 1
 total_batch_tokens: int | None = None  # tokens per step; in place of gradient_accumulation_steps
 seed = 1337  # seed of initialisation, data order and dropout
 # optimizer
-optimizer = "adamw"  # adamw, or muon for the matrices and adamw for the rest
-learning_rate = 4e-3  # peak learning rate
+optimizer = "muon"  # muon for the matrices and adamw for the rest, or adamw for all
+learning_rate = 8e-3  # peak learning rate
 gate_lr: float | None = None  # peak for the residual's scalars and gates; None: learning_rate
-embed_lr: float | None = None  # peak for the embeddings; None: learning_rate
-head_lr: float | None = None  # peak for a head that is not tied; None: learning_rate
+embed_lr: float | None = 0.1  # peak for the embeddings; None: learning_rate
+head_lr: float | None = 0.02  # peak for a head that is not tied; None: learning_rate
 momentum = 0.95  # muon
 momentum_warmup_iters = 0  # muon: steps over which momentum grows by 0.1, to its value
 alpha_warmup_iters = 0  # nag: steps over which its rotations grow from zero to full
@@ -72,8 +72,8 @@ weight_decay: float | None = None  # for matrices and embeddings; None: what sui
 beta1 = 0.9  # adamw
 beta2 = 0.95  # adamw
 grad_clip = 1.0  # largest norm of the whole gradient; 0: no clipping
-schedule = "cosine"  # decay of the learning rate: cosine, or wsd: linear over the last wsd_share
-wsd_share = 0.2  # wsd: share of the steps that decay
+schedule = "wsd"  # decay of the learning rate: cosine, or wsd: linear over the last wsd_share
+wsd_share = 0.65  # wsd: share of the steps that decay
 warmup_iters: int | None = None  # steps of linear warm-up; None: what suits the mode
 warmup_share: float | None = None  # share of all steps, in place of warmup_iters
 lr_decay_iters: int | None = None  # step at which the learning rate reaches min_lr; None: the last
@@ -86,7 +86,7 @@ lora_alpha = 16.0  # lora: an adapter's output is multiplied by lora_alpha / lor
 lora_dropout = 0.0  # lora: on the adapters' input
 lora_targets = "wq,wk,wv,wo"  # lora: linears that get an adapter; also up, gate, down
 # evaluation, logging and saving
-eval_interval = 200  # steps between evaluations; 0: never
+eval_interval = 400  # steps between evaluations; 0: never
 eval_tokens: int | None = 98304  # validation tokens, spread over the split; None: all of it
 val_part = "all"  # of the validation split: all, or one half of its windows: tune or report
 log_interval = 1  # steps between log lines
@@ -278,7 +278,7 @@ try:
 except ValueError as error:
     fail(error)
 
-recipe = {"weight_decay": 0.1, "warmup_iters": 50}  # unless the mode has its own
+recipe = {"weight_decay": 0.0, "warmup_iters": 20}  # unless the mode has its own
 recipe |= getattr(RESIDUALS[config.residual], "recipe", {})
 weight_decay = recipe["weight_decay"] if weight_decay is None else weight_decay
 warmup_iters = recipe["warmup_iters"] if warmup_iters is None else warmup_iters

@@ -8,10 +8,10 @@ learning_rate = 4e-3
 embed_lr = None
 head_lr = None
 momentum_warmup_iters = 0
-weight_decay = None
+weight_decay = 0.1
 schedule = "cosine"
-min_lr = None
-warmup_iters = None
+wsd_share = 0.2
+warmup_iters = 50
 
 activation = "gelu"
 qk_norm = False
