@@ -805,6 +805,18 @@ def test_compiled_equals_eager_and_blocks_share_graphs(backend, changes, monkeyp
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= most + ("mod_on" in changes)
 
 
+def test_relu_has_the_values_and_gradients_of_torchs():
+    z = torch.linspace(-2, 2, 32).double().requires_grad_()  # without 0, where there is a kink
+    assert torch.autograd.gradcheck(model_file.Relu.apply, z)
+    edge = torch.tensor([0.0, math.inf, -math.inf]).requires_grad_()
+    (ours, grad), (theirs, expected) = (
+        (y, torch.autograd.grad(y.sum(), edge)[0])
+        for y in (model_file.Relu.apply(edge), F.relu(edge))
+    )
+    assert torch.equal(ours, theirs) and torch.equal(grad, expected)
+    assert model_file.Relu.apply(torch.tensor(math.nan)).isnan()
+
+
 # --- NAG ------------------------------------------------------------------------------------------
 
 
