@@ -96,7 +96,7 @@ class GPTConfig:
 class Relu(torch.autograd.Function):
     """max(z, 0). The backward reads the output that the next linear keeps anyway.
 
-    Compiled F.relu keeps a mask of booleans as well: on a CPU it costs a quarter of a step.
+    Compiled F.relu keeps a mask of booleans as well, which is slow to write and read on a CPU.
     """
 
     @staticmethod
