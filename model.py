@@ -99,10 +99,28 @@ class GPTConfig:
 # Sublayers
 
 
+class Relu(torch.autograd.Function):
+    """max(z, 0). The backward reads the output that the next linear keeps anyway.
+
+    Compiled F.relu keeps a mask of booleans as well, which is slow to write and read on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx, z):
+        y = F.relu(z)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return grad * y.sign()
+
+
 ACTIVATIONS = {  # name: (function, whether it is gated, variance-preserving gain for the init)
     "gelu": (F.gelu, False, 1.7),
-    "relu": (F.relu, False, math.sqrt(2)),
-    "relu2": (lambda x: F.relu(x).square(), False, (2 / 3) ** 0.25),
+    "relu": (Relu.apply, False, math.sqrt(2)),
+    "relu2": (lambda z: Relu.apply(z).square(), False, (2 / 3) ** 0.25),
     "silu": (F.silu, False, 1.7),
     "swiglu": (F.silu, True, 1.7),
 }

@@ -709,8 +709,8 @@ OTHER = dict(  # valid values for settings where twice the default is not valid
 
 
 def another(field):
-    """A value of a setting other than its default"""
-    x = field.default
+    """A value of a setting other than that of tiny models"""
+    x = TINY.get(field.name, field.default)
     if x is None:
         x = 4 if field.type == int | None else 1.0
     twice = tuple(y / 2 for y in x) if isinstance(x, tuple) else 2 * x or 4
@@ -844,6 +844,18 @@ def test_compiled_equals_eager_and_blocks_share_graphs(backend, changes, monkeyp
     mode = RESIDUALS[eager.config.residual]
     most = mode.graphs(4) if hasattr(mode, "graphs") else 2
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= most + ("mod_on" in changes)
+
+
+def test_relu_has_the_values_and_gradients_of_torchs():
+    z = torch.linspace(-2, 2, 32).double().requires_grad_()  # without 0, where there is a kink
+    assert torch.autograd.gradcheck(model_file.Relu.apply, z)
+    edge = torch.tensor([0.0, math.inf, -math.inf]).requires_grad_()
+    (ours, grad), (theirs, expected) = (
+        (y, torch.autograd.grad(y.sum(), edge)[0])
+        for y in (model_file.Relu.apply(edge), F.relu(edge))
+    )
+    assert torch.equal(ours, theirs) and torch.equal(grad, expected)
+    assert model_file.Relu.apply(torch.tensor(math.nan)).isnan()
 
 
 # --- NAG ------------------------------------------------------------------------------------------

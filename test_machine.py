@@ -25,7 +25,7 @@ import data as data_file
 import generate
 import machine
 from model import GPT, RESIDUALS, GPTConfig
-from test_all import HERE, TINY, cases, data, evaluated, log_of, refuses, slow, train
+from test_all import EXTRAS, HERE, TINY, cases, data, evaluated, log_of, refuses, slow, train
 
 on_cpu = lambda x: "cpu" if str(x).startswith("cuda") else x
 CUDA = {  # function of torch.cuda: what the fake GPU answers
@@ -198,7 +198,7 @@ def steps_on_another_device(modes):
     for mode in modes:
         router = "nag" if mode == "nag" else "learned"
         routed = dict(mod_on="both", mod_rate=0.4, mod_router=router)
-        for more in ({}, {"moe_experts": 4}, {"tied": False, "bias": True}, routed):
+        for more in (EXTRAS, {"moe_experts": 4}, {"tied": False, "bias": True}, routed):
             try:
                 model = GPT(GPTConfig(**{**TINY, "residual": mode, **more}))
             except ValueError as error:
@@ -220,7 +220,7 @@ def step_on_another_device(model, empty, generates):
         for name, x in [*module.named_buffers(recurse=False)]:
             setattr(module, name, empty(x))
     x = torch.empty((2, 32), dtype=torch.int64, device="other:0")
-    (optimizer,) = model.optimizers("adamw", 1e-3, None, 0.1, (0.9, 0.95))
+    (optimizer,) = model.optimizers("adamw", 1e-3, {}, 0.1, (0.9, 0.95))
     model(x, x)[1].backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
