@@ -55,8 +55,8 @@ TINY = {key: value for _, key, value in configurator.read_file(PLAIN) if hasattr
 TINY |= dict(residual="nag", n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64)
 TINY_RUN = (
     f"{PLAIN} --residual=nag --n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=4 "
-    "--max_iters=6 --warmup_iters=2 --eval_tokens=512 --eval_interval=3 --log_interval=1 --device=cpu "
-    "--dtype=float32 --compile=False"
+    "--max_iters=6 --warmup_iters=2 --eval_tokens=512 --eval_interval=3 --log_interval=1 "
+    "--device=cpu --dtype=float32 --compile=False"
 ).split()
 EXTRAS = dict(smear=3, value_embeds=True, logit_cap=1.0)
 MOD = dict(mod_on="both", mod_rate=0.4)
@@ -704,7 +704,7 @@ OTHER = dict(  # valid values for settings where twice the default is not valid
     n_kv_head=1, residual="lns", norm="layer", activation="swiglu", dropout=0.5, init="xavier",
     init_out="plain", branch_scale="depth", bhyt_p=0.9, moe_balance="bias", mod_on="both",
     mod_rate=0.5, mod_router="learned", mod_budget="layer", mod_blocks="inner", mhc_start="paper",
-    mixln_share=1.0,
+    mixln_share=1.0, block_size=128,
 )  # fmt: skip
 
 
