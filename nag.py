@@ -153,9 +153,8 @@ def start_of_g_dec(config):
     if config.nag_lane:
         layers = range(1, 2 * config.n_layer + 1)
         turns = [m * layer**-config.nag_alpha_power for layer in layers]
-        s = math.log(config.embed_scale or config.init_scale) + sum(
-            0.5 * math.log1p(a * a) for a in turns
-        )
+        embedding = (config.embed_scale or config.init_scale) * (1 + config.smear) ** 0.5
+        s = math.log(embedding) + sum(0.5 * math.log1p(a * a) for a in turns)
     return math.log(config.nag_first_logits) - s
 
 

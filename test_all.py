@@ -924,12 +924,14 @@ def test_nag_in_float32_has_the_documented_precision_near_a_parallel_update(degr
     dict(n_layer=1, n_embd=128), dict(n_layer=8), dict(n_layer=64, init_scale=0.1),
     dict(nag_directions=0), dict(nag_lane=False), dict(tied=False), dict(branch_scale="depth"),
     dict(nag_beta=3.0, nag_alpha_power=0.1), dict(nag_first_logits=0.6),
+    dict(smear=4, n_embd=256, embed_scale=0.8),
 ])  # fmt: skip
 def test_nag_starts_its_logits_at_the_same_size_at_any_depth(changes):
     model, idx = tiny(**(dict(n_layer=32, n_embd=64) | changes)), some_ids()
     wanted, (*_, stream) = model.config.nag_first_logits, [*depth.walk(model, idx)][-1]
     heat = model.ends.g_dec + (stream.lane if model.config.nag_lane else 0)
-    assert heat.exp().mean().item() == pytest.approx(wanted, rel=0.03)  # g_dec cancels s
+    close = 0.07 if model.config.smear else 0.03  # the first tokens have fewer before them
+    assert heat.exp().mean().item() == pytest.approx(wanted, rel=close)  # g_dec cancels s
     own = F.one_hot(idx, 64).bool()  # with tied matrices a token's own logit stands out
     assert model(idx)[0][~own].std().item() == pytest.approx(wanted, rel=1 / 3)
     assert tiny(nag_first_logits=None).ends.g_dec.item() == pytest.approx(-math.log(32) / 2)
