@@ -12,7 +12,7 @@ Measure speed and memory. Candidates run in turn in one process.
                 with the kernels (loops on a CPU) that the compiler makes and the bytes they move
     train       a training step
     cold        the first training step in a new process, with nothing compiled before
-    recipe      a training step of train.py's default recipe, added to plain float32 part by part
+    recipe      a training step, from plain float32 to train.py's default part by part
     memory      bytes that a training step keeps for the backward pass, and the peak
     generate    reading the prompt, and a token without a cache, both eager; decoding with a cache
                 as one graph, compared with the time to read all weights once per token
@@ -197,7 +197,7 @@ def tokens(config, rows):
     return torch.randint(config.vocab_size, (rows, config.block_size), device=device)
 
 
-def stepper(config, precision=None, compile=True, fused=True, **attributes):
+def stepper(config, precision=None, compile=True, fused=True, muon=False, **attributes):
     """(function that runs one training step and returns its loss, model, optimizer)
 
     attributes are set on the model: loss_chunk, recompute.
@@ -209,7 +209,10 @@ def stepper(config, precision=None, compile=True, fused=True, **attributes):
         setattr(model, key, value)
     if compile:
         model.compile_blocks()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)]
+    if muon:
+        kind = getattr(torch, precision or dtype)
+        optimizers = model.optimizers("muon", 1e-4, {}, 0.0, (0.9, 0.95), dtype=kind)
     x = tokens(config, batch_size)
 
     def step():
@@ -217,12 +220,13 @@ def stepper(config, precision=None, compile=True, fused=True, **attributes):
             loss = model(x, x)[1]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         model.after_step()
-        optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return step, model, optimizer
+    return step, model, optimizers[0]
 
 
 def adopt(settings):
@@ -382,6 +386,7 @@ def recipe(settings, copy, matmul):
         "bfloat16, fused": dict(precision="bfloat16", compile=False),
         "and compiled": dict(precision="bfloat16"),
         "and the stream bfloat16": dict(precision="bfloat16"),
+        "compiled, Muon": dict(precision="bfloat16", muon=True),
     }
     step_flops = batch_size * config.block_size * GPT(config).flops_per_token()
     stream = lambda name: replace(config, bf16_stream="stream" in name)

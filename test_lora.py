@@ -14,6 +14,7 @@ import lora
 import model as model_file
 from model import RESIDUALS
 from test_all import (
+    EXTRAS,
     HERE,
     TINY_RUN,
     assert_close,
@@ -102,7 +103,7 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
     refuses("c.jsonl: no such file", packed, "val")
 
 
-@cases("changes", [*(dict(residual=r) for r in RESIDUALS), None])
+@cases("changes", [*(dict(residual=r) for r in RESIDUALS), None, EXTRAS])
 def test_documents_in_a_row_do_not_see_each_other(changes):
     model = shaken(tiny(**(changes or dict(mod_on="both", mod_rate=0.3, moe_experts=4)))).eval()
     idx, docs = some_ids(1), torch.tensor([[1] * 10 + [2] * 15 + [0] * 7])

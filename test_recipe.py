@@ -1,10 +1,20 @@
-"""Muon against its equations, the exact polar factor and torch's own implementation."""
+"""
+The recipe: Muon against its equations, the exact polar factor and torch's own implementation; the
+activations; how decoding saves time.
+"""
+
+import math
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
+import generate
+import mod
+import model as model_file
 import muon
+from test_all import EXTRAS, MOD, assert_close, cases, routed, some_ids, tiny
 
 EXACT = ((15 / 8, -10 / 8, 3 / 8),) * 20  # converges to 1 from any singular value below 1.5
 SHAPES = [(16, 16), (8, 40), (40, 8), (12, 20)]
@@ -18,14 +28,14 @@ def matrix(shape, singular_values):
     return u[:, :n] @ torch.diag(singular_values) @ v[:, :n].T, u[:, :n], v[:, :n]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@cases("shape", SHAPES)
 def test_polar_changes_the_singular_values_alone(shape):
     s = torch.logspace(-1.7, 0, min(shape), dtype=torch.float64)
     x, u, v = matrix(shape, 7 * s)
     found = u.T @ muon.polar(x[None])[0] @ v
     assert 0.73 < found.diagonal().min() and found.diagonal().max() < 1.27
-    torch.testing.assert_close(found, torch.diag(found.diagonal()), rtol=0, atol=1e-9)
-    torch.testing.assert_close(muon.polar(x[None], EXACT)[0], u @ v.T, rtol=0, atol=1e-6)
+    assert_close(found, torch.diag(found.diagonal()), rtol=0, atol=1e-9)
+    assert_close(muon.polar(x[None], EXACT)[0], u @ v.T, rtol=0, atol=1e-6)
     noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1))
     low, high = muon.polar(noise.bfloat16()), muon.polar(noise)
     assert low.dtype == torch.bfloat16 and (low - high).norm() < 0.25 * high.norm()
@@ -51,7 +61,7 @@ def trained(kind, shape, steps=4, **how):
     return p.detach()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@cases("shape", SHAPES)
 def test_a_step_is_that_of_torch_with_both_polar_factors_exact(shape):
     theirs = dict(ns_coefficients=EXACT[0], ns_steps=20, adjust_lr_fn="match_rms_adamw")
     ours = trained(muon.Muon, shape, coefficients=EXACT)
@@ -71,4 +81,40 @@ def test_stacks_are_updated_matrix_by_matrix():
             gradient = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(step))
             p.grad, other.grad = gradient[e], gradient[e - 1]
             optimizer.step()
-        torch.testing.assert_close(p.detach(), experts[e], rtol=1e-2, atol=1e-3)
+        assert_close(p.detach(), experts[e], rtol=1e-2, atol=1e-3)
+
+
+def test_relu_has_the_values_and_gradients_of_torchs():
+    z = torch.linspace(-2, 2, 32).double().requires_grad_()  # without 0, where there is a kink
+    assert torch.autograd.gradcheck(model_file.Relu.apply, z)
+    edge = torch.tensor([0.0, math.inf, -math.inf]).requires_grad_()
+    (ours, grad), (theirs, expected) = (
+        (y, torch.autograd.grad(y.sum(), edge)[0])
+        for y in (model_file.Relu.apply(edge), F.relu(edge))
+    )
+    assert torch.equal(ours, theirs) and torch.equal(grad, expected)
+    assert model_file.Relu.apply(torch.tensor(math.nan)).isnan()
+
+
+def test_eager_decoding_runs_no_mlp_for_a_token_that_skips_it():
+    model, idx, calls = routed(**MOD), some_ids(1, T=4), []
+    for block in model.blocks:
+        block.mlp.register_forward_hook(lambda module, args, y: calls.append(module))
+    for tau, expected in ((2.0, 0), (0.0, 2)):
+        for router in mod.routers(model):
+            router.tau.fill_(tau)
+        cache = generate.KVCache(model, 1, 4)
+        parts = [model(one, cache=cache)[0] for one in idx.split(1, dim=1)]
+        assert len(calls) == expected * 4
+        assert_close(torch.cat(parts, 1), model(idx)[0], rtol=1e-4, atol=1e-5)
+        calls.clear()
+
+
+def test_decoding_leaves_the_number_of_threads_alone(monkeypatch):
+    model, before, seen = tiny(), torch.get_num_threads(), []
+    model.register_forward_hook(lambda *args: seen.append(torch.get_num_threads()))
+    for small, count in ((generate.SMALL, 1), (0, before)):
+        monkeypatch.setattr(generate, "SMALL", small)
+        for _ in generate.stream_tokens(model, some_ids(T=4), 2):
+            assert torch.get_num_threads() == before
+        assert seen.pop() == seen.pop() == count
