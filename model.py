@@ -44,7 +44,7 @@ class GPTConfig:
     n_hidden: int | None = None  # width of the MLP; None: 4 n_embd, for swiglu about 8/3 n_embd
     block_size: int = 256  # context length in tokens
     vocab_size: int = 257  # 256 bytes and end-of-text; gpt2 BPE: 50257, or 50304 for speed
-    residual: str = "nag"  # how sublayers read and write the stream: a name from RESIDUALS
+    residual: str = "prenorm"  # how sublayers read and write the stream: a name from RESIDUALS
     norm: str = "rms"  # rms, layer or none
     norm_eps: float = 1e-6  # epsilon of the norms, inside the root
     activation: str = "relu2"  # gelu, relu, relu2, silu or swiglu

@@ -540,7 +540,7 @@ def test_every_break_of_the_mutants_still_applies():
 
 def at_toy_size(command, corpus, tasks):
     """A documented command at a small size. A run from a checkpoint takes the shape from it."""
-    new_run = " ".join([*TINY_RUN, "--vocab_size=257", "--total_batch_tokens=128"])
+    new_run = " ".join([*TINY_RUN[2:], "--vocab_size=257", "--total_batch_tokens=128"])
     for text, toy in (
         (r"\bpython\b", sys.executable), ("torchrun", f"{sys.executable} -m torch.distributed.run"),
         ("nproc_per_node=8", "nproc_per_node=2"), ("10e9", "10e4"),

@@ -15,7 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-COMMON = "--device=cpu --save_interval=100 --log_interval=10 --eval_tokens=65536".split()
+COMMON = (
+    "config/plain.py --device=cpu --save_interval=100 --log_interval=10 --eval_tokens=65536".split()
+)
 LOOK = ["--what=depth", "--depth_tokens=4096", "--batch_size=8"]
 
 
@@ -64,8 +66,7 @@ def train(run, args, eval_args):
 def sweep(name, variants, learning_rates, seeds, common=(), then=()):
     """Train all runs of a study. Returns {variant: {learning rate: [loss of each seed]}}.
 
-    variants is {name: arguments of train.py}. common are arguments for all of them, which change
-    the settings of config/plain.py. then are the
+    variants is {name: arguments of train.py}. common are arguments for all of them. then are the
     arguments of eval.py, or a function that returns them for the name of a variant.
     """
 
@@ -74,8 +75,7 @@ def sweep(name, variants, learning_rates, seeds, common=(), then=()):
 
     def job(at):
         variant, lr, seed = at
-        args = ["config/plain.py", *common, *variants[variant]]
-        args += [f"--learning_rate={lr}", f"--seed={seed}"]
+        args = [*common, *variants[variant], f"--learning_rate={lr}", f"--seed={seed}"]
         train(run(*at), args, then(variant) if callable(then) else then)
 
     def best(variant):
