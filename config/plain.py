@@ -5,6 +5,7 @@ include this one.
 
 optimizer = "adamw"
 learning_rate = 4e-3
+batch_size = 8
 embed_lr = None
 head_lr = None
 momentum_warmup_iters = 0

@@ -10,7 +10,8 @@ from sweep import sweep, table
 
 MODES = "none postnorm prenorm perinorm lns dyt deepnorm rezero mixln x0mix nag orthogonal bhyt "
 MODES += "bhyt_exact prenorm_approx ngpt hc mhc attnres attnres_block"
-COMMON = "config/plain.py --n_embd=64 --max_iters=1000 --device=cpu --eval_interval=250 --log_interval=25"
+COMMON = "config/plain.py --n_embd=64 --max_iters=1000 --device=cpu "
+COMMON += "--eval_interval=250 --log_interval=25"
 MANY_GRAPHS = ["--compile=False"]  # compilation would take longer than training
 
 variants = {}
