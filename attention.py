@@ -4,6 +4,7 @@ several query heads share one key and value head (Ainslie et al. 2023, arXiv 230
 
     position t rotates the pair (x_i, x_{i+D/2}) of q and k by the angle t rope_base^(-2i/D)    (1)
     y = softmax(q k^T / sqrt(D)) v, over the keys that the mask allows                          (2)
+    v = W_V h + gate E'[token] in every second block, as value_embeds asks                      (3)
 
 Mixture of Depths computes some of the queries only (mod.py). Decoding reads keys and values from a
 cache (generate.py). Fine-tuning packs several documents into a row and masks between them.
@@ -83,10 +84,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(self.n_head * D, C, bias)
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
-        has_values = (
-            config.value_embeds and b % 2 == (config.n_layer - 1) % 2
-        )  # also the last block
-        self.value_gate = nn.Parameter(torch.empty(self.n_kv_head)) if has_values else None
+        takes_values = config.value_embeds and (config.n_layer - 1 - b) % 2 == 0  # last block too
+        self.value_gate = nn.Parameter(torch.empty(self.n_kv_head)) if takes_values else None
         self.q_scale = self.k_scale = nn.Identity()  # unless the mode has its own
         self.softmax_scale = 1 / math.sqrt(D)
 
@@ -101,7 +100,7 @@ class Attention(nn.Module):
         k = self.k_scale(rotary(self.k_norm(self.heads(self.wk(h))), rope))
         v = self.heads(self.wv(h))
         if values is not None:
-            v = v + self.value_gate[:, None, None].to(v.dtype) * self.heads(values).to(v.dtype)
+            v = (v + self.value_gate[:, None, None] * self.heads(values)).to(v.dtype)  # Eq. 3
         return k, v  # (B, G, T, D) each
 
     def heads(self, x):

@@ -237,9 +237,8 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleDict()
         for b, block in enumerate(self.blocks):
             if block.attn.value_gate is not None:
-                self.value_embeds[str(b)] = nn.Embedding(
-                    config.vocab_size, block.attn.wv.out_features
-                )
+                width = block.attn.wv.out_features
+                self.value_embeds[str(b)] = nn.Embedding(config.vocab_size, width)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
@@ -321,6 +320,8 @@ class GPT(nn.Module):
         """Initialise every parameter, here or in its module's reset_parameters; else raise."""
         config, done = self.config, set()
         gain = ACTIVATIONS[config.activation][2]
+        scales = (config.embed_scale, config.head_scale)
+        embed_std, head_std = (config.init_scale if x is None else x for x in scales)
         mlps = [mlp for block in self.blocks for mlp in block.mlp.modules() if isinstance(mlp, MLP)]
         outputs = {block.attn.wo for block in self.blocks} | {mlp.down for mlp in mlps}
         in_mlp = {m for block in self.blocks for m in block.mlp.modules()}
@@ -328,15 +329,13 @@ class GPT(nn.Module):
         shrink = pick(shrinks, init_out(config), "init_out")
         for module in self.modules():
             if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=embed_scale(config))
+                nn.init.normal_(module.weight, std=embed_std)
             elif isinstance(module, nn.Linear):
                 if module is not self.head:
                     factor = gain if module in in_mlp else 1.0
                     INITS[config.init](module.weight, config.init_scale, factor)
                 elif not config.tied:
-                    nn.init.normal_(
-                        module.weight, std=or_else(config.head_scale, config.init_scale)
-                    )
+                    nn.init.normal_(module.weight, std=head_std)
                 if module in outputs:
                     module.weight.mul_(shrink)
                 if module.bias is not None:
@@ -463,7 +462,7 @@ class GPT(nn.Module):
                     total += 2 * passes * share * p.numel() if p.ndim >= 2 else 0
             return total
 
-        total = cost(m for m in self.modules() if m is not self.embed)
+        total = cost(m for m in self.modules() if not isinstance(m, (nn.Embedding, Smear)))
         total += self.config.n_layer * 6 * C * (T + 1)
         for block in self.blocks:
             if block.mlp_router is not None:
@@ -506,16 +505,15 @@ def check(config):
     pick(RESIDUALS, c.residual, "residual")
     least_blocks = {"alternate": 2, "inner": 3}.get(c.mod_blocks, 1)
     lambdas = len(c.bhyt_lambda) == 3 and min(c.bhyt_lambda[:2]) > 0
+    unset = (None, GPTConfig.head_scale)
     experts = not c.moe_experts or (1 <= c.moe_top_k <= c.moe_experts and c.moe_rate >= 0)
     rules = (
         (c.rope_base > 0, f"rope_base={c.rope_base}: must be above 0"),
         (c.init_scale > 0, f"init_scale={c.init_scale}: must be above 0"),
+        (c.embed_scale is None or c.embed_scale > 0, f"embed_scale={c.embed_scale}: above 0"),
         (c.smear >= 0, f"smear={c.smear}: must be at least 0"),
         (c.logit_cap is None or c.logit_cap > 0, f"logit_cap={c.logit_cap}: must be above 0"),
-        (
-            not c.tied or c.head_scale in (None, GPTConfig.head_scale),
-            f"head_scale={c.head_scale} needs tied=False",
-        ),
+        (not c.tied or c.head_scale in unset, f"head_scale={c.head_scale} needs tied=False"),
         (0 <= c.dropout < 1, f"dropout={c.dropout}: give a share, 0 <= dropout < 1"),
         (C % H == 0, f"n_embd={C} does not divide into n_head={H} heads"),
         (C // H % 2 == 0, f"n_embd / n_head = {C // H} is odd: rotary turns pairs of features"),
@@ -551,15 +549,6 @@ INITS = {  # name: (weight, scale, gain of the activation) -> None
     "xavier": lambda w, scale, gain: nn.init.xavier_normal_(w),
     "uniform": lambda w, scale, gain: nn.init.uniform_(w, -scale, scale),
 }
-
-
-def or_else(value, default):
-    return default if value is None else value
-
-
-def embed_scale(config):
-    """Initial std of the embeddings."""
-    return or_else(config.embed_scale, config.init_scale)
 
 
 def cross_entropy(logits, targets):

@@ -753,7 +753,7 @@ def test_settings_that_do_not_fit_raise_when_the_model_is_built(changes, message
 
 
 @cases("changes", [
-    dict(n_head=4, n_kv_head=1), dict(activation="swiglu", tied=False, residual="lns"),
+    dict(EXTRAS, n_head=4, n_kv_head=1), dict(activation="swiglu", tied=False, residual="lns"),
     dict(residual="lns", moe_experts=4, moe_shared=16), dict(mod_on="both", mod_rate=0.25),
     dict(mod_on="mlp", mod_rate=0.5, mod_router="random"),
     dict(residual="dyt", mod_on="attention", mod_rate=0.4, mod_router="learned", n_kv_head=1),
@@ -2081,7 +2081,8 @@ def test_a_sample_begins_with_end_of_text_and_every_setting_matters(runs, monkey
 
 @cases("residual", ["nag", "prenorm", "bhyt"])
 def test_choices_score_the_same_one_by_one(residual):
-    model, rng = shaken(tiny(residual=residual, n_kv_head=1)).eval(), np.random.default_rng(0)
+    model = shaken(tiny(residual=residual, n_kv_head=1, **EXTRAS)).eval()
+    rng = np.random.default_rng(0)
     ids = lambda n: rng.integers(0, 60, n).tolist()
     questions = [ids(n) for n in (3, 3, 7, 31, 40, 1)]
     pairs = [(question, ids(n)) for question in questions for n in (1, 4, 2, 9)]
