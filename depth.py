@@ -147,7 +147,7 @@ def outcomes(model, stream, y):
     """Five values per token, (5, B T): log rms of the last stream, entropy of the prediction, loss,
     probability of the likeliest token, and whether that token is right."""
     log_rms = model.ends.additive(stream).square().mean(-1).log() / 2
-    logp = F.linear(*model.ends.readout(stream, model.head.weight)).float().log_softmax(-1)
+    logp = model.logits(*model.ends.readout(stream, model.head.weight)).float().log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1)
     loss = -logp.gather(-1, y[..., None])[..., 0]
     best, guess = logp.max(-1)
