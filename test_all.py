@@ -1861,16 +1861,19 @@ def test_a_damaged_file_is_refused(data, runs, over_ranks, tmp_path, monkeypatch
 
 def test_a_checkpoint_of_the_first_format_is_read(runs, tmp_path):
     state = torch.load(runs / "a" / "ckpt.pt", weights_only=True)
-    settings, later = state["settings"], ("warmup_share", "branch_from", "save_best", "val_part")
+    later = ["warmup_share", "branch_from", "save_best", "val_part", "embed_lr", "head_lr"]
+    settings, later = state["settings"], [*later, *checkpoints.LATER_THAN_2]
     old = {name: value for name, value in settings.items() if name not in later}
     state["settings"] = old | {"warmup_iters": 0.25, "gradient_accumulation_steps": 1}
     state["config"] |= {"bhyt_causal": False, "bhyt_gain_aware": False}  # removed settings
-    state["config"].pop("bhyt_context")
+    for name in ("bhyt_context", *checkpoints.LATER_THAN_2):
+        state["config"].pop(name)
     state = {name: x for name, x in state.items() if name not in ("format", "data", "run_id")}
     torch.save(state, tmp_path / "ckpt.pt")
     resume(tmp_path, max_iters=8)
     settings, state = log_of(tmp_path).headers[0]["settings"], checkpoint(tmp_path)
     assert (settings["warmup_share"], settings["warmup_iters"]) == (0.25, 50)
+    assert settings["embed_lr"] is settings["head_lr"] is None and settings["smear"] == 0
     assert (state["step"], state["format"]) == (8, checkpoints.FORMAT)
 
 
