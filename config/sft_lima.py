@@ -7,6 +7,8 @@ For a 1B model this is about 3 epochs.
 sft_data = "GAIR/lima"
 lora_rank = 8
 lora_alpha = 16.0
+optimizer = "adamw"
+schedule = "cosine"
 learning_rate = 1e-4  # highest of the published grid, see runs/published_sweep.sh
 weight_decay = 0.0
 warmup_share = 0.1
