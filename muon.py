@@ -1,5 +1,5 @@
 """
-Muon: momentum whose matrices are replaced by their nearest orthogonal ones (Jordan et al. 2024,
+Muon: each matrix moves along the orthogonal matrix nearest to its momentum (Jordan et al. 2024,
 kellerjordan.github.io/posts/muon).
 
     m <- mu m + (1 - mu) G,  U = mu m + (1 - mu) G     Nesterov momentum of the gradient G       (1)
@@ -11,9 +11,9 @@ The factor in (3) makes an update as large as one of AdamW, so that both can sha
 et al. 2025, arXiv 2505.16932): each is the best one for the interval of singular values that the
 one before it leaves.
 
-    X <- P X,  P = a I + b A + c A^2,  A = X X^T                                                 (4)
-    X starts as U / |A^2|^(1/4), which is at least its largest singular value                    (5)
-    Q <- P Q,  A <- P A P,  and X = Q U at the end: cheaper for wide matrices, as A is small     (6)
+    X <- P X,  where P = a I + b A + c A^2 and A = X X^T                                         (4)
+    X starts as U / |(U U^T)^2|^(1/4). No singular value of it is above 1                        (5)
+    Q <- P Q,  A <- P A P,  and O = Q X at the end: for wide matrices, as A is small             (6)
 
 Three iterations map the singular values from 0.01 to 1 into the interval from 0.73 to 1.27. Five
 iterations of the original Muon map them to between 0.68 and 1.13.
