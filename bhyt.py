@@ -18,6 +18,7 @@ Differs from the paper and its release:
 - bhyt_unit is ours. gamma starts at kappa / lam, so that the first outputs have a variance near 1,
   like those of RMSNorm. W_V then reads gamma * tanh: c = |diag(gamma) W_V W_O|_F^2 / (T d).    (6)
 - A branch scale g multiplies the output of attention by g, and the increment in (3) by g^2.
+- (4) does not count the value embeddings (value_embeds), so v' is too small with them.
 """
 
 import torch
