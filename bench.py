@@ -79,7 +79,7 @@ batches_of = "1,32"  # generate: numbers of sequences decoded at once
 data_dir = "data/python"  # data: folder with the shards to read
 tokenizer = "bytes"  # data: tokenizer, as in prepare_c4.py
 megabytes = 10  # data: text to tokenise, approximately
-optimizer = "adamw"  # size: adamw or muon
+optimizer = "muon"  # size: muon or adamw
 loss_chunk: int | None = None  # size: as in train.py
 recompute = False  # size: as in train.py
 shard = "none"  # size: none or fsdp, as in train.py
@@ -198,7 +198,7 @@ def tokens(config, rows):
 
 
 def stepper(config, precision=None, compile=True, fused=True, muon=False, **attributes):
-    """(function that runs one training step and returns its loss, model, optimizer)
+    """(function that runs one training step and returns its loss, model, optimizers)
 
     attributes are set on the model: loss_chunk, recompute.
     """
@@ -226,7 +226,7 @@ def stepper(config, precision=None, compile=True, fused=True, muon=False, **attr
         model.after_step()
         return loss.detach()
 
-    return step, model, optimizers[0]
+    return step, model, optimizers
 
 
 def adopt(settings):
@@ -426,15 +426,20 @@ def step_memory(config, attributes):
     return report | {"peak": live.peak}
 
 
+def state_of(optimizers):
+    """All tensors of the optimizers' state."""
+    entries = [entry for optimizer in optimizers for entry in optimizer.state.values()]
+    return [x for entry in entries for x in entry.values()]
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all tensors, and the most at any time: those of the model and of the
-    optimizer, and those that are made inside. Fake tensors count as if they had data."""
+    optimizers, and those that are made inside. Fake tensors count as if they had data."""
 
-    def __init__(self, model, optimizer):
+    def __init__(self, model, optimizers):
         super().__init__()
         self.now, self.peak, self.known = 0, 0, set()
-        state = [x for entry in optimizer.state.values() for x in entry.values()]
-        self.add((*model.parameters(), *model.buffers(), state))
+        self.add((*model.parameters(), *model.buffers(), state_of(optimizers)))
 
     def add(self, tensors):
         tree_map_only(Tensor, self.add_storage, tensors)
@@ -507,7 +512,10 @@ def generation(config, rows, length):
     """
     torch.manual_seed(0)
     model = GPT(replace(config, block_size=length)).to(device).to(getattr(torch, dtype)).eval()
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    unread = {m.weight for m in tables} - {model.head.weight}  # but for one row of each
+    weights = [p for p in model.parameters() if p not in unread]
+    weight_bytes = sum(p.numel() * p.element_size() for p in weights)
     if config.residual in FOLDS:
         FOLDS[config.residual](model)
     text = torch.randint(config.vocab_size, (rows, length), device=device)
@@ -626,15 +634,14 @@ def size(settings, copy, matmul):
     config = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
     with FakeTensorMode():
         attributes = {"loss_chunk": loss_chunk, "recompute": recompute}
-        step, model, adamw = stepper(config, compile=False, **attributes)
-        step()  # creates the optimizer's state
-        with LiveBytes(model, adamw) as live:
+        muon = optimizer == "muon"
+        step, model, optimizers = stepper(config, compile=False, muon=muon, **attributes)
+        step()  # creates the optimizers' state
+        with LiveBytes(model, optimizers) as live:
             step()
     count, active = model.num_params(), model.num_params(active=True)
-    matrices = sum(model.get_parameter(name).numel() for name in model.param_groups()["matrices"])
-    less = 4 * matrices if optimizer == "muon" else 0  # one moment in place of two
-    report = {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count - less}
-    report["peak"] = live.peak - less
+    state = sum(x.nbytes for x in state_of(optimizers))
+    report = {"weights": 4 * count, "gradients": 4 * count, "optimizer": state, "peak": live.peak}
     report["a rank"] = report["peak"] + distribution_bytes(model, report)
     flops = model.flops_per_token()
     print(f"\n{config.residual}: {count:,} parameters, {active:,} of them used by a token")

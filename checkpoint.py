@@ -121,6 +121,9 @@ def migrate(state, path):
     if version < 3:
         config = LATER_THAN_2 | config
         settings = {"embed_lr": None, "head_lr": None, "momentum_warmup_iters": 0} | settings
+        if config["residual"] != "ngpt":  # the defaults that None stood for have changed
+            for name, value in (("weight_decay", 0.1), ("warmup_iters", 50)):
+                settings[name] = value if settings.get(name) is None else settings[name]
         if config.get("moe_experts") and settings.get("optimizer") == "muon":
             raise SystemExit(f"{has} and optimizer='muon': AdamW trained the experts then")
     known = {field.name: field.default for field in fields(GPTConfig)}

@@ -195,6 +195,13 @@ def means_by(group, **values):
 
 
 @torch.no_grad()
+class PassOn(nn.Module):
+    """In place of a block: it leaves the stream as it is."""
+
+    def forward(self, stream, *others):
+        return stream
+
+
 def dropped(model, batches):
     """How much the loss rises without block 0, without block 1, and so on: n_layer numbers."""
     n = sum(len(x) for x, _ in batches)
@@ -204,7 +211,7 @@ def dropped(model, batches):
 
     blocks, losses, complete = model.blocks, [], loss()
     for b in range(len(blocks)):
-        model.blocks = nn.ModuleList([*blocks[:b], *blocks[b + 1 :]])
+        model.blocks = nn.ModuleList([*blocks[:b], PassOn(), *blocks[b + 1 :]])
         losses.append(loss() - complete)
     model.blocks = blocks
     return losses

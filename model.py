@@ -405,7 +405,7 @@ class GPT(nn.Module):
                 groups["maps"].append(name)
             elif isinstance(owner, (residual, residual.ends, mod.Router)):
                 groups["gates"].append(name)
-            elif p.numel() == 1 and not isinstance(owner, nn.Linear):
+            elif p.numel() == 1 and not isinstance(owner, (nn.Linear, Attention)):
                 groups["gates"].append(name)
             else:
                 groups["vectors"].append(name)
@@ -514,6 +514,18 @@ def check(config):
         (c.smear >= 0, f"smear={c.smear}: must be at least 0"),
         (c.logit_cap is None or c.logit_cap > 0, f"logit_cap={c.logit_cap}: must be above 0"),
         (not c.tied or c.head_scale in unset, f"head_scale={c.head_scale} needs tied=False"),
+        (
+            not c.tied or c.embed_scale != GPTConfig.embed_scale,
+            f"tied=True: embed_scale={c.embed_scale} is too large for a head, and so is train.py's "
+            "embed_lr: give for example --embed_scale=0.05 --embed_lr=0.01",
+        ),
+        (
+            c.init_scale == GPTConfig.init_scale
+            or c.init in ("normal", "uniform")
+            or c.embed_scale is None
+            or (c.head_scale is None and not c.tied),
+            f"init={c.init!r} does not use init_scale={c.init_scale}",
+        ),
         (0 <= c.dropout < 1, f"dropout={c.dropout}: give a share, 0 <= dropout < 1"),
         (C % H == 0, f"n_embd={C} does not divide into n_head={H} heads"),
         (C // H % 2 == 0, f"n_embd / n_head = {C // H} is odd: rotary turns pairs of features"),

@@ -85,8 +85,8 @@ class Muon(torch.optim.Optimizer):
 
     def update(self, params, group):
         """Eqs. 1 to 3 for parameters of one shape."""
-        updates = [self.nesterov(p, group["momentum"]) for p in params]
-        x = torch.stack([gathered(u) for u in updates]).to(self.dtype)
+        mu = group["momentum"]
+        x = torch.stack([gathered(self.nesterov(p, mu)).to(self.dtype) for p in params])
         size = group["lr"] * 0.2 * max(x.shape[-2:]) ** 0.5
         for p, o in zip(params, polar(x.flatten(0, -3), self.coefficients).view_as(x)):
             p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -103,4 +103,6 @@ class Muon(torch.optim.Optimizer):
 
 def sharded_like(x, p):
     """This rank's part of x if FSDP has sharded p, else x."""
-    return distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x
+    if not isinstance(p, DTensor):
+        return x
+    return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)  # all ranks have x

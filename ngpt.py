@@ -41,7 +41,7 @@ Differs from the paper and its release:
 - With grouped queries, query heads and key heads have an s_qk each; the paper has no such heads.
 - (4) has sqrt(d) on u too, as in the release; the paper has it on v only.
 - ngpt_alpha is 0.05 at any depth, as in the release; the paper's text has 1 / n_layer.
-- Embedding and head are tied unless tied=False is given; the paper's are not tied.
+- With the smear of model.py, which adds rows of the embedding, the first stream is unit(e).
 - unit(x) divides by 1e-6 where |x| is smaller. Statistics are float32.
 """
 
@@ -50,7 +50,7 @@ import math
 import torch
 from torch import nn
 
-from norms import NoEnds, mlps, refuse, upcast, weight_of
+from norms import NoEnds, Stream, mlps, refuse, upcast, weight_of
 
 
 def unit(x):
@@ -119,9 +119,13 @@ class NGPTEnds(NoEnds):
             raise ValueError(f"ngpt_alpha={config.ngpt_alpha}: give a step, 0 < alpha <= 1")
         self.s_z = nn.Parameter(torch.empty(config.vocab_size))
         self.root = math.sqrt(config.n_embd)
+        self.smeared = config.smear > 0
 
     def reset_parameters(self):
         nn.init.constant_(self.s_z, 1 / self.root)
+
+    def embed(self, e):
+        return Stream(unit(upcast(e)).to(e.dtype) if self.smeared else e)
 
     def readout(self, stream, head):
         return stream.x, self.root * self.s_z[:, None] * head  # Eq. 5

@@ -151,7 +151,7 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, tmp_p
     resume(run)
     assert_close(checkpoint(run)["model"], state["model"], rtol=0, atol=0)
     how = dict(lora_rank=4, optimizer="muon", log_grad_norms=True, flops_budget=1e8)
-    train(data, tmp_path / "muon", **how, init_from=merged)
+    train(data, tmp_path / "muon", **how, **model, init_from=merged)
     log, header = log_of(tmp_path / "muon"), log_of(tmp_path / "muon").headers[0]
     assert log.steps[-1] == header["max_iters"] == math.ceil(1e8 / header["flops_per_step"])
     assert all(name.endswith((".A", ".B")) for name in log.records[-1]["grad_norms"])
@@ -177,7 +177,7 @@ def test_fine_tuning_over_two_ranks_equals_one_process(data, runs, tmp_path):
 def test_fine_tuning_at_another_block_size_keeps_the_c_of_bhyt(data, tmp_path, size, context):
     train(data, tmp_path / "a", residual="bhyt")
     how = dict(learning_rate=1e-9, bhyt_interval=1, block_size=size, init_from=tmp_path / "a")
-    script("train.py", *TINY_RUN[5:], **how, out_dir=tmp_path / "b", max_iters=1)
+    script("train.py", *TINY_RUN[7:], **how, out_dir=tmp_path / "b", max_iters=1)
     fresh = lora.load_model(tmp_path / "a")[1].state_dict()
     old, new = (checkpoint(tmp_path / name)["model"] for name in "ab")
     assert checkpoint(tmp_path / "b")["config"]["bhyt_context"] == context

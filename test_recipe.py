@@ -14,6 +14,7 @@ import generate
 import mod
 import model as model_file
 import muon
+from attention import cpu_attention
 from test_all import EXTRAS, MOD, assert_close, cases, routed, some_ids, tiny
 
 EXACT = ((15 / 8, -10 / 8, 3 / 8),) * 20  # converges to 1 from any singular value below 1.5
@@ -118,3 +119,20 @@ def test_decoding_leaves_the_number_of_threads_alone(monkeypatch):
         for _ in generate.stream_tokens(model, some_ids(T=4), 2):
             assert torch.get_num_threads() == before
         assert seen.pop() == seen.pop() == count
+
+
+@cases("queries, keys", [(300, 300), (256, 256), (19, 32), (3, 300), (190, 300)])
+def test_attention_for_the_compiler_equals_sdpa(queries, keys):
+    torch.manual_seed(0)
+    shapes = [(2, 4, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8)]
+    q, k, v = inputs = [torch.randn(shape).double().requires_grad_() for shape in shapes]
+    some = torch.randperm(keys)[:queries].sort().values  # some tokens, in order
+    rows = torch.stack([some, torch.arange(keys)[-queries:]])  # and the last ones
+    mask = (torch.arange(keys) <= rows[..., None])[:, None] if queries < keys else None
+    ours = cpu_attention(q, k, v, mask, 128, 8**-0.5)
+    theirs = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+    grads = [torch.autograd.grad((y * y.detach()).sum(), inputs) for y in (ours, theirs)]
+    assert_close((ours, grads[0]), (theirs, grads[1]))
+    end = cpu_attention(q[:, :, -3:], k, v, None, 128, 8**-0.5)  # the last tokens, without a mask
+    mask = torch.arange(keys) <= torch.arange(keys)[-3:, None]
+    assert_close(end, F.scaled_dot_product_attention(q[:, :, -3:], k, v, mask, enable_gqa=True))

@@ -65,7 +65,7 @@ gate_lr: float | None = None  # peak for the residual's scalars and gates; None:
 embed_lr: float | None = 0.1  # peak for the embeddings; None: learning_rate
 head_lr: float | None = 0.02  # peak for a head that is not tied; None: learning_rate
 momentum = 0.95  # muon
-momentum_warmup_iters = 0  # muon: steps over which momentum grows by 0.1, to its value
+momentum_warmup_iters = 300  # muon: steps over which momentum grows by 0.1, to its value
 alpha_warmup_iters = 0  # nag: steps over which its rotations grow from zero to full
 bhyt_interval = 100  # bhyt, prenorm_approx: steps between refreshes of c
 weight_decay: float | None = None  # for matrices and embeddings; None: what suits the mode
@@ -396,7 +396,9 @@ def run_header():
         counts["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     resolved = {
         "init_out": init_out(config), "weight_decay": weight_decay, "warmup_iters": warmup_iters,
-        "gate_lr": learning_rate if gate_lr is None else gate_lr,
+        "gate_lr": rates.get("gates", learning_rate),
+        "embed_lr": rates.get("embeddings", learning_rate),
+        "head_lr": rates.get("head", learning_rate),
         "min_lr": 0.1 * learning_rate if min_lr is None else min_lr, "dtype": dtype,
         "compile": compile, "sequences": sequences, "micro_steps": micro_steps,
         "eval_windows": len(val_indices),

@@ -9,7 +9,7 @@ the MLP, untied embedding with standard deviation 0.8, output projections that s
 divided by d, all gains that start at zero, Muon for the matrices. The learning rate has 40 steps of
 warm-up, is constant, and falls linearly to 5% over the last 65%.
 
-Different, because we have no setting for it:
+Different:
 - ReLU: plain here, squared there.
 - Start of the up projection: 0.63 / sqrt(d) here, 0.4 / sqrt(d) there.
 - Start of the linears: Xavier normal here, uniform with standard deviation 1 / sqrt(d) there.

@@ -16,6 +16,7 @@ MANY_GRAPHS = ["--compile=False"]  # compilation would take longer than training
 
 variants = {}
 for mode in MODES.split():
-    more = MANY_GRAPHS if mode.startswith("attnres") else []
+    more = [*MANY_GRAPHS] if mode.startswith("attnres") else []
+    more += ["--weight_decay=0.0", "--warmup_iters=0"] if mode == "ngpt" else []  # as in its paper
     variants[mode] = [f"--residual={mode}", *more]
 table(sweep("rivals", variants, [8e-3, 4e-3, 1.6e-2], [1], COMMON.split()))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 COMMON = "config/plain.py --residual=nag --device=cpu --save_interval=100 --log_interval=10 "
-COMMON = (COMMON + "--eval_tokens=65536").split()
+COMMON = (COMMON + "--eval_interval=200 --eval_tokens=65536").split()
 LOOK = ["--what=depth", "--depth_tokens=4096", "--batch_size=8"]
 
 
