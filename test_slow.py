@@ -550,7 +550,8 @@ def at_toy_size(command, corpus, tasks):
         ("(.*sft_lima.*)", r"\1 --max_iters=2 --eval_tokens=512 --compile=False"),
         (r"(.*train\.py(?!.*(--help|=resume|branch_from|sft_lima)).*)", rf"\1 {new_run}"),
         ("(.*eval.py.*)", r"\1 --max_new_tokens=5 --eval_tokens=512 --depth_tokens=512"),
-        ("(.*bench.py.*)", r"\1 --modes=lns --n_layer=1 --n_embd=64 --n_head=2 --n_kv_head=2 --rounds=2 --what=residual"),
+        ("(.*bench.py.*)", r"\1 --modes=lns --n_layer=1 --n_embd=64 --rounds=2 --what=residual"),
+        ("(.*bench.py.*)", r"\1 --n_head=2 --n_kv_head=2"),
     ):  # fmt: skip
         command = re.sub(text, toy, command)
     return command

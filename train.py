@@ -52,7 +52,7 @@ out_dir = "out"  # checkpoints and log.jsonl
 init_from = "scratch"  # scratch, resume (in out_dir), auto (either) or a checkpoint to fine-tune
 branch_from: str | None = None  # a checkpoint to continue in a new out_dir, optimizer included
 # length and batch
-max_iters = 2000  # optimizer steps
+max_iters = 1500  # optimizer steps
 flops_budget: float | None = None  # training FLOPs, in place of max_iters
 batch_size = 4  # the most sequences per rank in a micro-step
 gradient_accumulation_steps: int | None = None  # micro-steps per step, over all ranks; None: 1
@@ -86,7 +86,7 @@ lora_alpha = 16.0  # lora: an adapter's output is multiplied by lora_alpha / lor
 lora_dropout = 0.0  # lora: on the adapters' input
 lora_targets = "wq,wk,wv,wo"  # lora: linears that get an adapter; also up, gate, down
 # evaluation, logging and saving
-eval_interval = 400  # steps between evaluations; 0: never
+eval_interval = 300  # steps between evaluations; 0: never
 eval_tokens: int | None = 98304  # validation tokens, spread over the split; None: all of it
 val_part = "all"  # of the validation split: all, or one half of its windows: tune or report
 log_interval = 1  # steps between log lines
