@@ -194,7 +194,6 @@ def means_by(group, **values):
     return means | {"share": (count / len(group))[filled].tolist()}
 
 
-@torch.no_grad()
 class PassOn(nn.Module):
     """In place of a block: it leaves the stream as it is."""
 
@@ -202,6 +201,7 @@ class PassOn(nn.Module):
         return stream
 
 
+@torch.no_grad()
 def dropped(model, batches):
     """How much the loss rises without block 0, without block 1, and so on: n_layer numbers."""
     n = sum(len(x) for x, _ in batches)
