@@ -121,8 +121,8 @@ class Attention(nn.Module):
             past_k, past_v, at, filled = cache
             k = past_k.index_copy_(2, at, k.to(past_k.dtype))
             v = past_v.index_copy_(2, at, v.to(past_v.dtype))
-        sees_all = cache is not None and filled and T == 1 and docs is None
-        causal = filled and k.size(2) == T and rows is None and docs is None and not sees_all
+        sees_all = filled and T == 1
+        causal = filled and k.size(2) == T and rows is None and docs is None
         query_docs = docs
         if rows is not None:
             h = gather_rows(h, rows)

@@ -433,8 +433,10 @@ def state_of(optimizers):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors, and the most at any time: those of the model and of the
-    optimizers, and those that are made inside. Fake tensors count as if they had data."""
+    """The bytes of all tensors now, and their peak: model, optimizers, and what the block makes.
+
+    Fake tensors count as if they had data.
+    """
 
     def __init__(self, model, optimizers):
         super().__init__()
@@ -513,7 +515,7 @@ def generation(config, rows, length):
     torch.manual_seed(0)
     model = GPT(replace(config, block_size=length)).to(device).to(getattr(torch, dtype)).eval()
     tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-    unread = {m.weight for m in tables} - {model.head.weight}  # but for one row of each
+    unread = {m.weight for m in tables} - {model.head.weight}  # a step reads one row of each table
     weights = [p for p in model.parameters() if p not in unread]
     weight_bytes = sum(p.numel() * p.element_size() for p in weights)
     if config.residual in FOLDS:
@@ -653,7 +655,7 @@ def size(settings, copy, matmul):
 
 
 def distribution_bytes(model, report):
-    """What several ranks add to the memory of each: less than zero under FSDP, for most shapes.
+    """How much more memory a rank needs than a single process. Under FSDP usually less than zero.
 
     FSDP divides weights and optimizer state, but a rank gathers the weights outside the blocks and
     those of two blocks, because it prefetches one. DDP copies the gradients into buckets.
@@ -728,7 +730,7 @@ def problems_of_machine(copy, matmul):
 
 
 def compiled_and_eager(name, config, eager, losses, problems):
-    """Compare the losses of three steps and the time of a step with those of eager code."""
+    """Compare compiled code with eager code: the losses of three steps, and the time of a step."""
     step, *_ = stepper(config)
     began = time.perf_counter()
     compiled = [float(step()) for _ in range(3)]

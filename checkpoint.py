@@ -34,10 +34,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from data import atomic, write_json
 from model import GPTConfig
+from norms import shard_like
 
 FORMAT = 3  # the format that save writes; migrate also reads formats 1 and 2
 LATER_THAN_2 = {  # settings of the model that format 2 lacks, and what they were then
@@ -148,13 +149,6 @@ def restore(state, optimizers):
                 kept.setdefault(int(j), {})[name] = x
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": kept, "param_groups": groups})
-
-
-def shard_like(x, p):
-    """Shard x over the ranks like the parameter p. A tensor of another shape stays as it is."""
-    if isinstance(p, DTensor) and x.shape == p.shape:
-        return distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
-    return x
 
 
 # ------------------------------------------------------------------------------------------------

@@ -22,9 +22,8 @@ Matrices of one shape form one stack.
 """
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from norms import gathered
+from norms import gathered, shard_like
 
 POLAR_EXPRESS = (  # (a, b, c) of each iteration, for singular values from 0.01 to 1
     (8.093369, -23.62043, 17.446152),
@@ -90,7 +89,7 @@ class Muon(torch.optim.Optimizer):
         size = group["lr"] * 0.2 * max(x.shape[-2:]) ** 0.5
         for p, o in zip(params, polar(x.flatten(0, -3), self.coefficients).view_as(x)):
             p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(sharded_like(o.to(p.dtype), p), alpha=-size)  # Eq. 3
+            p.add_(shard_like(o.to(p.dtype), p, from_rank=None), alpha=-size)  # Eq. 3
 
     def nesterov(self, p, mu):
         """Eq. 1."""
@@ -99,10 +98,3 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(p)
         m = state["momentum_buffer"].lerp_(p.grad, 1 - mu)
         return p.grad.lerp(m, mu)
-
-
-def sharded_like(x, p):
-    """This rank's part of x if FSDP has sharded p, else x."""
-    if not isinstance(p, DTensor):
-        return x
-    return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)  # all ranks have x

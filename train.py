@@ -472,8 +472,8 @@ def prepare_step(factor):
     for group in (group for opt in optimizers for group in opt.param_groups):
         group["lr"] = group["peak"] * factor
         if "momentum" in group:
-            cold = step < momentum_warmup_iters
-            group["momentum"] = momentum - 0.1 * cold * (1 - step / max(1, momentum_warmup_iters))
+            cold = max(0, 1 - step / momentum_warmup_iters) if momentum_warmup_iters else 0
+            group["momentum"] = momentum - 0.1 * cold
     if step < alpha_warmup_iters:
         ramp_alpha()
     if step % bhyt_interval == 0:

@@ -12,11 +12,11 @@ MODES = "none postnorm prenorm perinorm lns dyt deepnorm rezero mixln x0mix nag 
 MODES += "bhyt_exact prenorm_approx ngpt hc mhc attnres attnres_block"
 COMMON = "config/plain.py --n_embd=64 --max_iters=1000 --device=cpu "
 COMMON += "--eval_interval=250 --log_interval=25"
-MANY_GRAPHS = ["--compile=False"]  # compilation would take longer than training
+EXTRA = {
+    "ngpt": ["--weight_decay=0.0", "--warmup_iters=0"],  # as in its paper
+    "attnres": ["--compile=False"],  # many graphs: compilation would take longer than training
+    "attnres_block": ["--compile=False"],
+}
 
-variants = {}
-for mode in MODES.split():
-    more = [*MANY_GRAPHS] if mode.startswith("attnres") else []
-    more += ["--weight_decay=0.0", "--warmup_iters=0"] if mode == "ngpt" else []  # as in its paper
-    variants[mode] = [f"--residual={mode}", *more]
+variants = {mode: [f"--residual={mode}", *EXTRA.get(mode, [])] for mode in MODES.split()}
 table(sweep("rivals", variants, [8e-3, 4e-3, 1.6e-2], [1], COMMON.split()))
