@@ -18,12 +18,12 @@ import torch.nn.functional as F
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from attention import Attention  # noqa: E402
-from bhyt import RESIDUALS, BoundedTanh, attention_gain  # noqa: E402
-from configurator import configure  # noqa: E402
-from data import Windows, eval_batches, spread, write_json  # noqa: E402
-from depth import walk  # noqa: E402
-from lora import load_model  # noqa: E402
+from attention import Attention
+from bhyt import RESIDUALS, BoundedTanh, attention_gain
+from configurator import configure
+from data import Windows, eval_batches, spread, write_json
+from depth import walk
+from lora import load_model
 
 out_dir = "out"  # folder of the run; its newest checkpoint is read
 data_dir: str | None = None  # folder with the shards; None: the one that the run was trained on

@@ -12,7 +12,7 @@ import sys
 from sweep import COMMON, LOOK, ROOT, final_loss, sweep, table
 
 sys.path.insert(0, str(ROOT))
-from plot import reached  # noqa: E402
+from plot import reached
 
 COMMON = [*COMMON, "--n_layer=16", "--max_iters=250"]
 MODES = ["prenorm", "prenorm_approx", "bhyt", "bhyt_exact", "perinorm", "lns", "dyt"]

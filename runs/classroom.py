@@ -23,10 +23,10 @@ from torch import nn
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import configure  # noqa: E402
-from data import Windows  # noqa: E402
-from model import ACTIVATIONS, GPT, INITS, GPTConfig  # noqa: E402
-from norms import NORMS, pick  # noqa: E402
+from configurator import configure
+from data import Windows
+from model import ACTIVATIONS, GPT, INITS, GPTConfig
+from norms import NORMS, pick
 
 what = "cases"  # cases, walk or transformer
 cases = "A,B,C,deep"  # cases: names from CASES, separated by commas

@@ -1,0 +1,252 @@
+"""
+Train the runs of a study and keep one line of results for each, in results/STUDY.jsonl.
+
+A run is a dict of the settings of train.py that differ from its defaults. A finished run is not
+repeated if its line has the same settings, data and kind of machine. A killed run goes on where it
+was. One run per core trains at a time, with one thread each; on GPUs, one per GPU.
+
+A line has: key, a hash of all settings that change the result; settings; seed; loss, the last
+validation loss (null if the run diverged); curve, [step, mean training loss since the last point];
+step_s, the median seconds of a step; where it ran; what eval.py measured, if it was asked for.
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from bisect import bisect
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from configurator import configure
+from data import Windows
+from machine import can_compile, cores, pick_device, pick_dtype
+from model import GPTConfig
+
+TRAIN = str(ROOT / "train.py")
+# Settings that do not change what a run computes. data_dir counts by the hashes of its shards.
+OF_PLACE = set(
+    "data_dir out_dir init_from log_interval save_interval keep_interval save_best wandb_log "
+    "wandb_project device loss_chunk recompute shard log_grad_norms".split()
+)
+POINTS = 40  # of a curve, at most
+
+
+def parse(argv):
+    """Config files and --key=value arguments -> {setting of train.py: value}."""
+    return configure({"__file__": TRAIN, "__doc__": __doc__}, GPTConfig, argv=argv)[1]
+
+
+DEFAULTS = configure({"__file__": TRAIN}, GPTConfig, argv=[])[0]
+
+
+def changed(settings):
+    """The settings that differ from train.py's defaults and change the result."""
+    return {k: v for k, v in settings.items() if v != DEFAULTS[k] and k not in OF_PLACE}
+
+
+def key(settings):
+    """Names a run by all settings that change its result, defaults included."""
+    full = {k: v for k, v in (DEFAULTS | settings).items() if k not in OF_PLACE}
+    return hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@cache
+def data_hash(data_dir):
+    """Names the content of both splits."""
+    return "-".join(Windows(data_dir, split, 1).sha256[:8] for split in ("train", "val"))
+
+
+def place(settings):
+    """What runs must share to be compared: the data, and how the machine computes."""
+    full = DEFAULTS | settings
+    device = pick_device(full["device"]).type
+    compiled = can_compile(device) if full["compile"] is None else full["compile"]
+    code = "compiled" if compiled else "eager"
+    computes = f"{device} {pick_dtype(full['dtype'], device)} {code}"
+    return {"data": data_hash(full["data_dir"]), "computes": computes}
+
+
+def name_of(line):
+    """Two lines of one name are the same run."""
+    return line["key"], line["data"], line["computes"]
+
+
+def read(study):
+    """The lines of results/STUDY.jsonl. A line that a kill has cut is left out."""
+    path = ROOT / "results" / f"{study}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def append(study, record):
+    path = ROOT / "results" / f"{study}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        cut = size > 0 and file.read(1) != b"\n"
+        file.write(b"\n" * cut + json.dumps(record).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ------------------------------------------------------------------------------------------------
+# One run
+
+
+def summary(folder):
+    """What to keep of a run's log, or None if the run is not finished."""
+    log = folder / "log.jsonl"
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    if not records or "step" not in records[-1]:
+        return None
+    header, last = next(r["run"] for r in records if "run" in r), records[-1]
+    steps = [r for r in records if r.get("tok_s")]
+    diverged = last.get("bad_steps", 0) >= header["settings"]["max_bad_steps"]
+    budget = header["settings"]["flops_budget"]
+    complete = last["flops"] >= budget if budget else last["step"] >= header["max_iters"]
+    if not (complete or diverged):
+        return None
+    times = [header["tokens_per_step"] / r["tok_s"] for r in steps[1:] or steps]
+    return {
+        "loss": None if diverged else last["val_loss"],
+        "curve": thinned([(r["step"], r["loss"]) for r in steps if r["loss"] is not None]),
+        "step_s": round(statistics.median(times), 5) if times else None,
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "params": header["params"]["all"],
+        "gates": last.get("gates"),
+        "commit": header["git"],
+        "machine": header["device"],
+        "torch": header["versions"]["torch"],
+    }
+
+
+def thinned(curve):
+    """At most POINTS points: the mean loss of each part of the curve, at the part's last step."""
+    size = math.ceil(len(curve) / POINTS) or 1
+    parts = (curve[i : i + size] for i in range(0, len(curve), size))
+    return [[part[-1][0], round(statistics.mean(y for _, y in part), 4)] for part in parts]
+
+
+def train(settings, device, folder, look):
+    """Train one run, or continue it. look: arguments of eval.py, whose results are kept too."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"} if device == "cpu" else None
+    how = dict(cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
+    given = settings | {"device": device, "init_from": "auto", "out_dir": str(folder)}
+    argv = [f"--{k}={v}" for k, v in given.items()]
+    if summary(folder) is None:
+        subprocess.run([sys.executable, "train.py", *argv], **how)
+    found = summary(folder)
+    if found is None:
+        raise SystemExit(f"{folder} did not finish: see the message of train.py above")
+    if look and found["loss"] is not None:
+        where = [f"--out_dir={folder}", f"--device={device}"]
+        subprocess.run([sys.executable, "eval.py", *where, *look], check=True, **how)
+        found["eval"] = json.loads((folder / "eval.json").read_text())
+    return found
+
+
+# ------------------------------------------------------------------------------------------------
+# A study
+
+
+def run(study, runs, look=(), keep=False):
+    """Train the runs that have no result yet. Returns the lines of all, in the order of runs.
+
+    look: arguments of eval.py. keep: leave the checkpoints, in out/study/KEY.
+    """
+    lines = {name_of(line): line for line in read(study)}
+    wanted = [name_of({"key": key(settings)} | place(settings)) for settings in runs]
+    missing = {name: run for name, run in zip(wanted, runs) if name not in lines}
+    left, began = {name: cost(settings) for name, settings in missing.items()}, time.monotonic()
+    total, free = sum(left.values()), SimpleQueue()
+    for device in devices():
+        free.put(device)
+
+    def job(name):
+        device = free.get()
+        try:
+            lines[name] = line = locked(study, name, missing[name], device, look, keep)
+        finally:
+            free.put(device)
+        del left[name]
+        rest = sum(left.values())
+        minutes = (time.monotonic() - began) / 60 * rest / (total - rest)
+        loss = "diverged" if line["loss"] is None else f"{line['loss']:.4f}"
+        words = " ".join(f"{k}={v}" for k, v in line["settings"].items())
+        print(f"{study}: {loss}  {words}  (about {minutes:.0f} minutes left)", flush=True)
+
+    with ThreadPoolExecutor(free.qsize()) as pool:
+        list(pool.map(job, missing))
+    return [lines[name] for name in wanted]
+
+
+def devices():
+    """The devices that train at a time. On CPUs a core counts as one."""
+    kind = pick_device(DEFAULTS["device"]).type
+    if kind == "cuda":
+        return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    return [kind] * (cores() if kind == "cpu" else 1)
+
+
+def cost(settings):
+    """Proportional to the time of a run, approximately."""
+    full = DEFAULTS | settings
+    return full["max_iters"] * full["batch_size"] * full["block_size"] * full["n_layer"]
+
+
+def locked(study, name, settings, device, look, keep):
+    """Train a run, unless another process has. Returns its line."""
+    folder = ROOT / "out" / "study" / name[0]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for line in read(study):
+            if name_of(line) == name:
+                return line
+        line = {"key": name[0], "settings": changed(settings), "seed": settings["seed"]}
+        line |= train(settings, device, folder, look) | place(settings)
+        append(study, line)
+    if not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    return line
+
+
+# ------------------------------------------------------------------------------------------------
+# Statistics
+
+T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by pairs
+
+
+def paired(a, b):
+    """Mean of a - b over pairs, and half the width of its 95% interval."""
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    n = len(differences)
+    half = T95[n] * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
+    return statistics.mean(differences), half
+
+
+def at_length(length, losses):
+    """Interpolate {length: loss} linearly in log(length); also a little beyond its ends."""
+    known = sorted(losses)
+    i = min(max(bisect(known, length), 1), len(known) - 1)
+    low, high = known[i - 1], known[i]
+    share = math.log(length / low) / math.log(high / low)
+    return losses[low] + share * (losses[high] - losses[low])
