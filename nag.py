@@ -30,6 +30,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from norms import NoEnds, PreNorm, Stream, refuse, upcast
 
@@ -116,7 +117,7 @@ class NAGEnds(NoEnds):
         return Stream((centred / rho).to(e.dtype), s)  # Eq. 1
 
     def readout(self, stream, head):
-        w = head if self.folded else unit_rows(head)
+        w = head if self.folded else checkpoint(unit_rows, head, use_reentrant=False)
         s = torch.zeros_like(stream.lane) if self.g_enc is None else stream.lane
         heat = torch.exp(s + self.g_dec) / math.sqrt(w.size(1))  # Eq. 7
         return (upcast(stream.x) * heat).to(stream.x.dtype), w

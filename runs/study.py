@@ -43,6 +43,7 @@ OF_PLACE = set(
     "wandb_project device loss_chunk recompute shard log_grad_norms".split()
 )
 POINTS = 40  # of a curve, at most
+DEPTH = ("norm", "rotation", "update", "max/rms", "sink", "dropped", "a")  # what a line keeps
 
 
 def parse(argv):
@@ -85,15 +86,20 @@ def name_of(line):
     return line["key"], line["data"], line["computes"]
 
 
+def path_of(study):
+    """results/STUDY.jsonl, or out/STUDY.jsonl for a rehearsal."""
+    return ROOT / ("out" if study.startswith("rehearsal") else "results") / f"{study}.jsonl"
+
+
 def read(study):
-    """The lines of results/STUDY.jsonl. A line that a kill has cut is left out."""
-    path = ROOT / "results" / f"{study}.jsonl"
+    """The lines of a study. A line that a kill has cut is left out."""
+    path = path_of(study)
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
 def append(study, record):
-    path = ROOT / "results" / f"{study}.jsonl"
+    path = path_of(study)
     path.parent.mkdir(exist_ok=True)
     with open(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -146,7 +152,7 @@ def thinned(curve):
 
 
 def train(settings, device, folder, look):
-    """Train one run, or continue it. look: arguments of eval.py, whose results are kept too."""
+    """Train one run, or continue it. look: arguments of eval.py, to measure through depth."""
     env = os.environ | {"OMP_NUM_THREADS": "1"} if device == "cpu" else None
     how = dict(cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
     given = settings | {"device": device, "init_from": "auto", "out_dir": str(folder)}
@@ -159,7 +165,8 @@ def train(settings, device, folder, look):
     if look and found["loss"] is not None:
         where = [f"--out_dir={folder}", f"--device={device}"]
         subprocess.run([sys.executable, "eval.py", *where, *look], check=True, **how)
-        found["eval"] = json.loads((folder / "eval.json").read_text())
+        report = json.loads((folder / "eval.json").read_text())["depth"]
+        found["depth"] = {k: [float(f"{x:.4g}") for x in report[k]] for k in DEPTH if k in report}
     return found
 
 
@@ -167,37 +174,7 @@ def train(settings, device, folder, look):
 # A study
 
 
-def run(study, runs, look=(), keep=False):
-    """Train the runs that have no result yet. Returns the lines of all, in the order of runs.
-
-    look: arguments of eval.py. keep: leave the checkpoints, in out/study/KEY.
-    """
-    lines = {name_of(line): line for line in read(study)}
-    wanted = [name_of({"key": key(settings)} | place(settings)) for settings in runs]
-    missing = {name: run for name, run in zip(wanted, runs) if name not in lines}
-    left, began = {name: cost(settings) for name, settings in missing.items()}, time.monotonic()
-    total, free = sum(left.values()), SimpleQueue()
-    for device in devices():
-        free.put(device)
-
-    def job(name):
-        device = free.get()
-        try:
-            lines[name] = line = locked(study, name, missing[name], device, look, keep)
-        finally:
-            free.put(device)
-        del left[name]
-        rest = sum(left.values())
-        minutes = (time.monotonic() - began) / 60 * rest / (total - rest)
-        loss = "diverged" if line["loss"] is None else f"{line['loss']:.4f}"
-        words = " ".join(f"{k}={v}" for k, v in line["settings"].items())
-        print(f"{study}: {loss}  {words}  (about {minutes:.0f} minutes left)", flush=True)
-
-    with ThreadPoolExecutor(free.qsize()) as pool:
-        list(pool.map(job, missing))
-    return [lines[name] for name in wanted]
-
-
+@cache
 def devices():
     """The devices that train at a time. On CPUs a core counts as one."""
     kind = pick_device(DEFAULTS["device"]).type
@@ -206,10 +183,70 @@ def devices():
     return [kind] * (cores() if kind == "cpu" else 1)
 
 
+@cache
+def free_devices():
+    """A queue that all threads of this process take devices from, and give them back to."""
+    queue = SimpleQueue()
+    for device in devices():
+        queue.put(device)
+    return queue
+
+
+class Progress:
+    """How much of the work is done, and how long the rest will take."""
+
+    def __init__(self, total):
+        self.left, self.done, self.began = total, 0.0, time.monotonic()
+
+    def finish(self, cost):
+        self.done, self.left = self.done + cost, max(0.0, self.left - cost)
+
+    def __str__(self):
+        minutes = (time.monotonic() - self.began) / 60 * self.left / self.done
+        return f"about {minutes:.0f} minutes left"
+
+
 def cost(settings):
     """Proportional to the time of a run, approximately."""
     full = DEFAULTS | settings
     return full["max_iters"] * full["batch_size"] * full["block_size"] * full["n_layer"]
+
+
+def run(study, runs, look=(), keep=False, progress=None):
+    """Train the runs that have no result yet. Returns the lines of all, in the order of runs.
+
+    look: arguments of eval.py. keep: leave the checkpoints, in out/study/KEY. progress: of a larger
+    plan that these runs are part of.
+    """
+    lines = {name_of(line): line for line in read(study) if "key" in line}
+    wanted = [name_of({"key": key(settings)} | place(settings)) for settings in runs]
+    missing = {name: run for name, run in zip(wanted, runs) if name not in lines}
+    progress = progress or Progress(sum(map(cost, missing.values())))
+
+    def job(name):
+        device = free_devices().get()
+        try:
+            lines[name] = line = locked(study, name, missing[name], device, look, keep)
+        finally:
+            free_devices().put(device)
+        progress.finish(cost(missing[name]))
+        loss = "diverged" if line["loss"] is None else f"{line['loss']:.4f}"
+        words = " ".join(f"{k}={v}" for k, v in line["settings"].items())
+        print(f"{study}: {loss}  {words}  ({progress})", flush=True)
+
+    with ThreadPoolExecutor(len(devices())) as pool:
+        list(pool.map(job, missing))
+    return [lines[name] for name in wanted]
+
+
+def probe(settings, steps=30):
+    """Seconds of a step, from a short run that leaves no result."""
+    short = settings | {"max_iters": steps, "eval_interval": 0, "log_interval": 5}
+    folder = ROOT / "out" / "study" / "probe"
+    shutil.rmtree(folder, ignore_errors=True)
+    found = train(short, devices()[0], folder, ())
+    shutil.rmtree(folder)
+    return found["step_s"]
 
 
 def locked(study, name, settings, device, look, keep):
@@ -219,7 +256,7 @@ def locked(study, name, settings, device, look, keep):
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for line in read(study):
-            if name_of(line) == name:
+            if "key" in line and name_of(line) == name:
                 return line
         line = {"key": name[0], "settings": changed(settings), "seed": settings["seed"]}
         line |= train(settings, device, folder, look) | place(settings)
@@ -232,7 +269,7 @@ def locked(study, name, settings, device, look, keep):
 # ------------------------------------------------------------------------------------------------
 # Statistics
 
-T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by pairs
+T95 = (None, None, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # by pairs
 
 
 def paired(a, b):

@@ -1,0 +1,13 @@
+"""
+The scale at which runs/judge.py compares residual modes on a CPU: 0.4M parameters and 10 bytes for
+each, with train.py's default recipe.
+"""
+
+n_layer = 8
+n_head = 2
+n_embd = 64
+batch_size = 4
+block_size = 256
+max_iters = 4000
+log_interval = 25
+eval_tokens = None

@@ -1,0 +1,100 @@
+"""
+How the cost of a training step grows with depth, width and context, as a multiple of the machine's
+floor. Needs a quiet machine.
+
+    python runs/growth.py    writes results/speed/growth.json, and growth.png in the same folder
+
+The floor is the time of the products, at the rate of a large one, and of the fewest bytes, at the
+rate of a copy: 28 per parameter for the gradient and AdamW, and 16 passes over the stream per
+block. A first step includes compilation, with nothing compiled before.
+"""
+
+import json
+import os
+import statistics
+import sys
+from dataclasses import replace
+
+import torch
+from torch._inductor.utils import fresh_cache
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.append(ROOT)
+
+import bench
+from machine import device_name, pick_device, pick_dtype, prepare_process
+from model import GPTConfig
+
+MODES = ("prenorm", "nag", "bhyt")
+DEFAULT = GPTConfig()
+AXES = {
+    "n_layer": (8, 16, 32, 64),
+    "n_embd": (128, 256, 512, 1024),
+    "block_size": (128, 256, 512, 1024, 2048),
+}
+TOKENS = 2048  # of a step
+PATH = os.path.join(ROOT, "results", "speed", "growth.json")
+
+
+def measure(config, copy, matmul):
+    """{mode: seconds of the first step, of a later one, and that over the floor}"""
+    bench.batch_size = TOKENS // config.block_size
+    steps, first, report = {}, {}, {}
+    for mode in MODES:
+        with fresh_cache():
+            steps[mode], model, _ = bench.stepper(replace(config, residual=mode))
+            first[mode] = bench.seconds(steps[mode])
+    stream = 16 * 4 * TOKENS * config.n_embd * config.n_layer
+    floor = TOKENS * model.flops_per_token() / matmul + (28 * model.num_params() + stream) / copy
+    for mode, times in bench.race(steps).items():
+        step = statistics.median(times)
+        report[mode] = {"first": first[mode], "step": step, "over_floor": step / floor}
+    return report
+
+
+def main():
+    bench.device = str(pick_device("auto"))
+    bench.dtype = pick_dtype("auto", bench.device.split(":")[0])
+    prepare_process(bench.device)
+    torch._dynamo.config.recompile_limit = 256
+    copy, matmul = bench.floors()
+    report = {"device": device_name(torch.device(bench.device)), "dtype": bench.dtype}
+    report |= {"threads": torch.get_num_threads(), "copy_bytes_s": copy, "matmul_flops_s": matmul}
+    for axis, values in AXES.items():
+        report[axis] = {}
+        for value in values:
+            config = replace(
+                DEFAULT, **{axis: value}, **({"n_head": 8} if axis == "n_embd" else {})
+            )
+            report[axis][value] = row = measure(config, copy, matmul)
+            words = [
+                f"{mode} {r['over_floor']:.2f}, first {r['first']:.0f} s" for mode, r in row.items()
+            ]
+            print(f"{axis} {value}: {'; '.join(words)}", flush=True)
+            with open(PATH, "w") as file:
+                json.dump(report, file, indent=1)
+    draw(report)
+
+
+def draw(report):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(9, 3), sharey=True, layout="constrained")
+    for place, axis in zip(axes, AXES):
+        values = [*report[axis]]
+        for mode in MODES:
+            place.plot(
+                values, [report[axis][v][mode]["over_floor"] for v in values], "o-", label=mode
+            )
+        place.set(xlabel=axis, xscale="log", ylim=0)
+        place.set_xticks(values, map(str, values))
+    axes[0].set(ylabel="step / floor")
+    axes[0].legend(frameon=False)
+    figure.savefig(PATH.replace(".json", ".png"), dpi=150)
+
+
+if __name__ == "__main__":
+    main()
