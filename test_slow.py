@@ -383,35 +383,20 @@ def test_the_classroom_comes_out_as_expected(data, tmp_path, capsys):
     assert re.findall(r"^(\w+):", printed, re.M) == ["skip", "no_skip", "none"]
 
 
-def test_sweep_trains_a_grid_then_seeds_at_the_best(data, runs, tmp_path, monkeypatch, capsys):
-    """It skips finished runs."""
+def test_a_study_trains_and_measures_a_real_run(data, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(os.path.join(HERE, "runs"))
-    import sweep
+    import study
 
-    ran = []
-
-    def in_process(command, **how):
-        _, name, *argv = command
-        ran.append(name)
-        script(name, *(TINY_RUN if name == "train.py" else []), f"--data_dir={data}", *argv)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep, "subprocess", SimpleNamespace(run=in_process, DEVNULL=None))
-    monkeypatch.setattr(sweep, "ROOT", tmp_path)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(signal, "signal", lambda *args: None)  # only the main thread may set them
-    how = dict(learning_rates=[1e-4, 1e-2], seeds=[1, 2], then=["--what=loss", "--eval_tokens=64"])
-    for _ in range(2):  # the second sweep finds all runs finished
-        found = sweep.sweep("toy", {"plain": [], "scaled": ["--residual=lns"]}, **how)
-        assert ran == ["train.py", "eval.py"] * 6
-    grid = {f"{v}-{lr}" for lr in ("0.0001-1", "0.01-1", "0.01-2") for v in ("plain", "scaled")}
-    assert set(os.listdir("results/toy")) == grid
-    sweep.table(found)
-    mean, std = np.mean(found["plain"][1e-2]), np.std(found["plain"][1e-2], ddof=1)
-    assert f"{mean:.3f} ± {std:.3f} (2)" in capsys.readouterr().out
-    (tmp_path / "log.jsonl").write_text('{"run": {"data": "other"}}\n')
-    message = f"a and {tmp_path.name} were trained on different data"
-    refuses(message, sweep.refuse_mixed_data, [runs / "a", tmp_path])
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    settings = study.parse([*TINY_RUN, f"--data_dir={data}"])
+    look = ("--what=depth", "--depth_tokens=256")
+    (line,) = study.run("toy", [settings], look)
+    assert line["loss"] < 6 and line["steps"] == 6 and len(line["curve"]) == 6
+    assert len(line["depth"]["norm"]) == settings["n_layer"] + 1
+    assert line["settings"]["residual"] == "nag" and "data_dir" not in line["settings"]
+    assert study.run("toy", [settings], look) == study.find("toy", [settings]) == [line]
+    assert not (tmp_path / "out" / "study" / line["key"]).exists()
+    assert 0 < study.probe(settings, steps=4) < 60
 
 
 THEORY = os.path.join(HERE, "runs", "bhyt_theory.py")

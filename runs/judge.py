@@ -30,9 +30,7 @@ import study
 import torch
 from study import ROOT, at_length, paired
 
-import bench
 from configurator import configure
-from machine import pick_device, pick_dtype
 from model import GPT, RESIDUALS, GPTConfig
 from norms import pick
 
@@ -40,11 +38,10 @@ residual = "nag"  # modes to judge, separated by commas; all: every mode
 baseline = "prenorm"  # the mode to compare with
 seeds = 3  # seeds of the final runs: 1, 2, ...
 tune_share = 0.25  # length of a tuning run, as a share of the whole
-rounds = 15  # of timing steps
 rehearse = False  # all of it at toy size
 name = "judge"  # of the file in results
 
-OWN = ("residual", "baseline", "seeds", "tune_share", "rounds", "rehearse", "name")
+OWN = ("residual", "baseline", "seeds", "tune_share", "rehearse", "name")
 SCALE = str(ROOT / "config" / "judge_8x64.py")
 TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048 --log_interval=4"
 TOY += " --compile=False"
@@ -129,20 +126,6 @@ def train(scale, mode, progress):
     return choice, lines
 
 
-def time_ratio(scale, mode):
-    """Quartiles of the time of a step over the baseline's. Measured once, and kept as a line."""
-    race = [study.key(scale | {"residual": each}) for each in (baseline, mode)]
-    for line in study.read(name):
-        if line.get("race") == race:
-            return line["ratio"]
-    bench.batch_size, bench.rounds = scale["batch_size"], rounds
-    named = {each: GPTConfig(**shape_of(scale) | {"residual": each}) for each in (baseline, mode)}
-    steps = {each: bench.stepper(config, muon=True)[0] for each, config in named.items()}
-    ratio = bench.compare("training step", steps)[mode]["ratio"]
-    study.append(name, {"race": race, "mode": mode, "ratio": [round(r, 4) for r in ratio]})
-    return ratio
-
-
 # ------------------------------------------------------------------------------------------------
 # The verdict
 
@@ -200,17 +183,15 @@ def main():
     progress, everyone = plan(scale, modes), [baseline, *modes]
     with ThreadPoolExecutor(len(study.devices())) as pool:
         trained = dict(zip(everyone, pool.map(partial(train, scale, progress=progress), everyone)))
-    bench.adopt({"device": str(pick_device("auto"))})
-    bench.dtype = pick_dtype("auto", bench.device.split(":")[0])
 
     choice, theirs = trained[baseline]
     more = study.run(name, [full(scale, baseline, choice, 1, length) for length in LENGTHS])
     lengths = {1.0: theirs[0]["loss"]} | dict(zip(LENGTHS, [line["loss"] for line in more]))
-    ratios = {mode: time_ratio(scale, mode)[1] for mode in modes}
+    ratios = study.race(name, {mode: scale | {"residual": mode} for mode in everyone})
     print(f"| {' | '.join(HEADER)} |\n{'|---' * len(HEADER)}|")
     for mode in modes:
         choice, ours = trained[mode]
-        print(row(mode, choice, (ours, theirs), ratios[mode], lengths))
+        print(row(mode, choice, (ours, theirs), ratios[mode][1], lengths))
 
 
 if __name__ == "__main__":

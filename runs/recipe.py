@@ -4,13 +4,13 @@ train.py's default recipe, one change at a time: is each part worth its place?
     python runs/recipe.py    trains what results/recipe.jsonl lacks, then prints a table
 
 Compared at equal time: a change whose steps take 1.1 times as long meets the recipe after 1.1 times
-as many steps. The recipe itself is trained at several lengths, for that. Seconds a step are medians
-over runs that trained side by side. Differences are paired by seed, with 95% intervals.
+as many steps. The recipe itself is trained at several lengths, for that. At the end, steps of all
+are timed in turn: keep the machine quiet then. Differences are paired by seed, with 95% intervals.
 """
 
 import statistics
 
-from study import at_length, paired, run
+from study import at_length, paired, race, run
 
 COMMON = {"max_iters": 800, "eval_interval": 800, "eval_tokens": 262144, "log_interval": 20}
 SEEDS = (1, 2, 3)
@@ -20,6 +20,8 @@ TIED = {"tied": True, "head_lr": None, "head_scale": None, "embed_scale": 0.05, 
 TOKENS_2048 = {"batch_size": 8, "max_iters": 400, "eval_interval": 400}
 TOKENS_512 = {"batch_size": 2, "max_iters": 1600, "eval_interval": 1600}
 
+TIMELESS = {"learning_rate", "schedule", "weight_decay", "init_out"}  # no effect on the time
+RECIPE = "the recipe"
 CHANGES = {
     "nag": {"residual": "nag"},
     "perinorm": {"residual": "perinorm"},
@@ -47,34 +49,39 @@ def settings(change, seed):
     return COMMON | change | {"seed": seed}
 
 
-def rows():
-    """(change, mean loss, time of a run v. the recipe's, difference, half its interval)"""
-    variants = {"the recipe": {}, **LENGTHS, **CHANGES}
+def rows(lines_of, measure=True):
+    """(change, mean loss, time of a token v. the recipe's, difference, half its interval)
+
+    lines_of is study.run, which trains what is missing, or study.find: then only what is complete.
+    measure=False: only changes whose steps have been timed.
+    """
+    variants = {RECIPE: {}, **LENGTHS, **CHANGES}
     runs = [(name, settings(change, s)) for name, change in variants.items() for s in SEEDS]
-    lines = run("recipe", [each for _, each in runs])
     found = {}
-    for (name, _), line in zip(runs, lines):
+    for (name, _), line in zip(runs, lines_of("recipe", [each for _, each in runs])):
         found.setdefault(name, []).append(line)
+    found = {name: lines for name, lines in found.items() if None not in lines}
+    compared = {RECIPE: {}} | {name: CHANGES[name] for name in CHANGES if name in found}
+    slower = {name: c for name, c in compared.items() if c.keys() - TIMELESS or name == RECIPE}
+    times = dict.fromkeys(compared.keys() - slower.keys(), (1.0, 1.0, 1.0))
+    times |= race("recipe", slower, measure)
 
-    def seconds(name):
-        return statistics.median(line["steps"] * line["step_s"] for line in found[name])
-
-    for name in ("the recipe", *CHANGES):
-        losses, time = [line["loss"] for line in found[name]], seconds(name) / seconds("the recipe")
+    for name in [name for name in compared if name in times]:
+        losses, time = [line["loss"] for line in found[name]], times[name][1]
         if None in losses:
             yield name, None, time, None, None
             continue
         equals = []
         for i in range(len(SEEDS)):
             by_length = {steps: found[steps][i]["loss"] for steps in LENGTHS}
-            by_length[COMMON["max_iters"]] = found["the recipe"][i]["loss"]
+            by_length[COMMON["max_iters"]] = found[RECIPE][i]["loss"]
             equals.append(at_length(time * COMMON["max_iters"], by_length))
         yield name, statistics.mean(losses), time, *paired(losses, equals)
 
 
 if __name__ == "__main__":
     print("| change | loss | time | difference at equal time |\n|---|---|---|---|")
-    for name, loss, time, difference, half in rows():
+    for name, loss, time, difference, half in rows(run):
         if loss is None:
             print(f"| {name} | diverged | {time:.2f} | |")
         else:

@@ -5,9 +5,10 @@ A run is a dict of the settings of train.py that differ from its defaults. A fin
 repeated if its line has the same settings, data and kind of machine. A killed run goes on where it
 was. One run per core trains at a time, with one thread each; on GPUs, one per GPU.
 
-A line has: key, a hash of all settings that change the result; settings; seed; loss, the last
+A line has: key, a hash of all settings that change the result; settings; loss, the last
 validation loss (null if the run diverged); curve, [step, mean training loss since the last point];
-step_s, the median seconds of a step; where it ran; what eval.py measured, if it was asked for.
+step_s, the median seconds of a step beside the other runs; where it ran; and what eval.py measured,
+if it was asked for.
 """
 
 import fcntl
@@ -22,6 +23,7 @@ import sys
 import time
 from bisect import bisect
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,18 +33,20 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import bench
 from configurator import configure
 from data import Windows
 from machine import can_compile, cores, pick_device, pick_dtype
 from model import GPTConfig
 
-TRAIN = str(ROOT / "train.py")
+TRAIN, EVAL = str(ROOT / "train.py"), str(ROOT / "eval.py")
 # Settings that do not change what a run computes. data_dir counts by the hashes of its shards.
 OF_PLACE = set(
     "data_dir out_dir init_from log_interval save_interval keep_interval save_best wandb_log "
     "wandb_project device loss_chunk recompute shard log_grad_norms".split()
 )
 POINTS = 40  # of a curve, at most
+ROUNDS = 15  # of a race
 DEPTH = ("norm", "rotation", "update", "max/rms", "sink", "dropped", "a")  # what a line keeps
 
 
@@ -158,13 +162,13 @@ def train(settings, device, folder, look):
     given = settings | {"device": device, "init_from": "auto", "out_dir": str(folder)}
     argv = [f"--{k}={v}" for k, v in given.items()]
     if summary(folder) is None:
-        subprocess.run([sys.executable, "train.py", *argv], **how)
+        subprocess.run([sys.executable, TRAIN, *argv], **how)
     found = summary(folder)
     if found is None:
         raise SystemExit(f"{folder} did not finish: see the message of train.py above")
     if look and found["loss"] is not None:
         where = [f"--out_dir={folder}", f"--device={device}"]
-        subprocess.run([sys.executable, "eval.py", *where, *look], check=True, **how)
+        subprocess.run([sys.executable, EVAL, *where, *look], check=True, **how)
         report = json.loads((folder / "eval.json").read_text())["depth"]
         found["depth"] = {k: [float(f"{x:.4g}") for x in report[k]] for k in DEPTH if k in report}
     return found
@@ -239,6 +243,17 @@ def run(study, runs, look=(), keep=False, progress=None):
     return [lines[name] for name in wanted]
 
 
+def find(study, runs):
+    """The lines of runs, in their order; None for those that have not finished. Trains nothing."""
+    lines = [line for line in read(study) if "key" in line]
+    if len({name_of(line)[1:] for line in lines}) > 1:
+        raise SystemExit(
+            f"{study}: its runs have different data, or machines that compute otherwise"
+        )
+    by_key = {line["key"]: line for line in lines}
+    return [by_key.get(key(settings)) for settings in runs]
+
+
 def probe(settings, steps=30):
     """Seconds of a step, from a short run that leaves no result."""
     short = settings | {"max_iters": steps, "eval_interval": 0, "log_interval": 5}
@@ -258,12 +273,49 @@ def locked(study, name, settings, device, look, keep):
         for line in read(study):
             if "key" in line and name_of(line) == name:
                 return line
-        line = {"key": name[0], "settings": changed(settings), "seed": settings["seed"]}
+        line = {"key": name[0], "settings": changed(settings)}
         line |= train(settings, device, folder, look) | place(settings)
         append(study, line)
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
     return line
+
+
+# ------------------------------------------------------------------------------------------------
+# Times
+
+
+def race(study, runs, measure=True):
+    """{name: quartiles of the seconds per token, over those of the first}. runs: {name: settings}
+
+    Steps of all run in turn in this process, on an otherwise quiet machine. Kept as lines with
+    "race", the keys of the first and of the other, and "ratio". measure=False: only those kept.
+    """
+    names = [key(settings) for settings in runs.values()]
+    known = {tuple(line["race"]): line["ratio"] for line in read(study) if "race" in line}
+    missing = [name for name, other in zip(runs, names) if (names[0], other) not in known]
+    if missing and measure:
+        bench.adopt({"device": str(pick_device(DEFAULTS["device"]))})
+        bench.dtype = pick_dtype("auto", bench.device.split(":")[0])
+        torch._dynamo.config.recompile_limit = 256
+        first = next(iter(runs))
+        settings = {name: DEFAULTS | runs[name] for name in dict.fromkeys([first, *missing])}
+        times = bench.race({name: stepper(full) for name, full in settings.items()})
+        for name in missing:
+            per = settings[first]["batch_size"] / settings[name]["batch_size"]
+            ratios = [a / b * per for a, b in zip(times[name], times[first])]
+            ratio = [round(r, 4) for r in statistics.quantiles(ratios, n=4)]
+            known[names[0], key(runs[name])] = ratio
+            append(study, {"race": [names[0], key(runs[name])], "ratio": ratio})
+    pairs = {name: (names[0], other) for name, other in zip(runs, names)}
+    return {name: known[pair] for name, pair in pairs.items() if pair in known}
+
+
+def stepper(full):
+    """A function that runs one training step with all of these settings."""
+    bench.batch_size, bench.rounds = full["batch_size"], ROUNDS
+    config = GPTConfig(**{field.name: full[field.name] for field in fields(GPTConfig)})
+    return bench.stepper(config, muon=full["optimizer"] == "muon")[0]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,0 +1,295 @@
+"""
+Write RESULTS.md and its figures from the files in results/.
+
+    python runs/report.py
+
+Every number in RESULTS.md comes from one of these files, or is a quoted published one.
+"""
+
+import json
+import re
+import statistics
+
+import recipe
+from study import ROOT, find, paired, read
+
+RESULTS, SPEED = ROOT / "results", ROOT / "results" / "speed"
+WIDTH = 120
+
+
+def table(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
+
+
+def plus_minus(difference, half):
+    return f"{difference:+.4f} ± {half:.4f}"
+
+
+# ------------------------------------------------------------------------------------------------
+# The default recipe
+
+
+def default_run():
+    last = json.loads((RESULTS / "default" / "log.jsonl").read_text().splitlines()[-1])
+    whole = json.loads((RESULTS / "default" / "eval.json").read_text())["loss"]["loss"]
+    return last["step"], last["tokens"] // last["step"], whole
+
+
+def race(path):
+    """[(seconds, loss of the peer, loss of ours)] of a side-by-side run, and its two last lines."""
+    lines = path.read_text().splitlines()
+    peer = re.match(r"(\w+) at \S+: (\S+) after (\d+) steps, (\d+) s", lines[0])
+    ours = re.match(r"ours: (\S+) after (\d+) steps, (\d+) s", lines[1])
+    met = re.search(r"ours (\S+), difference (\S+)", lines[-2])
+    return peer.groups(), ours.groups(), met.groups()
+
+
+def the_recipe():
+    steps, size, whole = default_run()
+    text = f"""## The default recipe
+
+`python train.py` with its defaults ends at {whole:.4f} nats per byte, on the whole validation split, after {steps:,}
+steps of {size:,} bytes (`results/default`).
+
+Beside nanochat's model and optimizer on the same machine and shards, with nanochat's own learning rates (one run each;
+the time is that of training steps without the first three):
+
+"""
+    rows = []
+    for path in sorted(SPEED.glob("nanochat_*.txt")):
+        shape = path.stem.removeprefix("nanochat_").replace("x", " x ")
+        (peer, loss, n, seconds), (end, m, last), (at, difference) = race(path)
+        rows.append(
+            (shape, f"{loss} after {n} steps, {seconds} s", at, difference, f"{end}, {last} s")
+        )
+    text += table(
+        ("blocks x width", "nanochat", "ours then", "difference", "ours at its end"), rows
+    )
+    text += f"""
+Each part of the recipe, changed alone: {recipe.COMMON["max_iters"]} steps of {size:,} bytes,
+{len(recipe.SEEDS)} seeds, paired by seed, with 95% intervals. Above 0 the change is worse. The time is that of a whole
+run over the recipe's. At equal time, the recipe gets as many steps as the change has time for.
+
+```sh
+python runs/recipe.py
+```
+
+"""
+    rows = []
+    for name, loss, time, difference, half in recipe.rows(find, measure=False):
+        cells = (
+            ["diverged", "", ""]
+            if loss is None
+            else [f"{loss:.4f}", f"{time:.2f}", plus_minus(difference, half)]
+        )
+        rows.append((name, *cells))
+    return text + table(("change", "loss", "time", "difference at equal time"), rows)
+
+
+def figure(path):
+    """What each part of the recipe is worth at equal time, with intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in recipe.rows(find, measure=False) if row[1] is not None][1:]
+    rows.sort(key=lambda row: row[3])
+    names, *_, differences, halves = zip(*rows)
+    figure, axes = plt.subplots(figsize=(7, 0.5 + 0.25 * len(rows)), layout="constrained")
+    axes.errorbar(differences, range(len(rows)), xerr=halves, fmt="o", color="C0", capsize=2)
+    axes.axvline(0, color="0.7", lw=1)
+    axes.set_yticks(range(len(rows)), names)
+    axes.set(xlabel="validation loss after as much time as the recipe, minus the recipe's")
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    plt.close(figure)
+
+
+# ------------------------------------------------------------------------------------------------
+# Earlier, shorter runs
+
+
+class Earlier:
+    """Runs of 0.06 to 5 tokens per parameter, before the protocol of runs/judge.py."""
+
+    def __init__(self):
+        self.lines = read("earlier")
+
+    def losses(self, study, variant):
+        """The losses of all seeds, at the learning rate that is best for the first seed."""
+        lines = [
+            line for line in self.lines if (line["study"], line["variant"]) == (study, variant)
+        ]
+        lines = [line for line in lines if line["loss"] is not None]
+        first = [line for line in lines if line["seed"] == min(each["seed"] for each in lines)]
+        rate = min(first, key=lambda line: line["loss"])["learning_rate"]
+        chosen = [line for line in lines if line["learning_rate"] == rate]
+        return [line["loss"] for line in sorted(chosen, key=lambda line: line["seed"])]
+
+    def mean(self, study, variant):
+        return f"{statistics.mean(self.losses(study, variant)):.3f}"
+
+    def gap(self, study, a, b):
+        return plus_minus(*paired(self.losses(study, a), self.losses(study, b)))
+
+    def range_over_rates(self, study, variant):
+        lines = [
+            line for line in self.lines if (line["study"], line["variant"]) == (study, variant)
+        ]
+        losses = [line["loss"] for line in lines if line["seed"] == 1]
+        return f"{max(losses) - min(losses):.2f}"
+
+
+def earlier():
+    e = Earlier()
+    ladder, norms, table_of_mod = "nag_ladder", "bhyt", "mod_table"
+    rows = [
+        ("Without a skip connection nothing is learned beyond the frequency of bytes",
+         f"none {e.mean('additive', 'none')}, pre-norm {e.mean('additive', 'prenorm')}"),
+        ("NAG's lead over pre-norm after 500 steps grows from 8 to 16 blocks, and not from 16 to 32",
+         ", ".join(f"{n} blocks {e.gap('nag_depth', f'nag_{n}', f'prenorm_{n}')}" for n in (8, 16, 32))),
+        ("NAG's rotation alone gives half of that lead; the other parts are within the noise",
+         f"rotation alone against pre-norm {e.gap(ladder, 'rotation_only', 'prenorm')}, "
+         f"the modulator {e.gap(ladder, 'and_modulated', 'and_centred')}, "
+         f"centring {e.gap(ladder, 'and_centred', 'rotation_only')}, "
+         f"the lane {e.gap(ladder, 'nag', 'and_modulated')}"),
+        ("Orthogonal updates do not visibly help NAG",
+         f"without them {e.gap(ladder, 'nag_not_orthogonal', 'nag')}"),
+        ("NAG fails if alpha starts at 1 in each sublayer, and with the public replication's logits / d",
+         f"{e.mean(ladder, 'nag_alpha_0')} and {e.mean(ladder, 'replication')}; NAG {e.mean(ladder, 'nag')}"),
+        ("BHyT as published is worse than pre-norm, because its sublayers read small inputs",
+         f"BHyT {e.gap(norms, 'bhyt', 'prenorm')}; with gains that give outputs of variance 1 "
+         f"{e.gap(norms, 'bhyt_unit', 'prenorm')}"),
+        ("Predicting BHyT's second variance costs nothing that these runs could see",
+         f"predicted against exact {e.gap(norms, 'bhyt', 'bhyt_exact')}; with pre-norm "
+         f"{e.gap(norms, 'prenorm_approx', 'prenorm')}"),
+        ("BHyT's loss varies least over learning rates from 0.001 to 0.03",
+         ", ".join(f"{n} {e.range_over_rates(norms, n)}" for n in ("bhyt", "prenorm", "dyt"))),
+        ("In a mixture of depths at 20%, a random router is worse than dense; the others are within the noise",
+         f"NAG's router {e.gap(table_of_mod, 'nag_0.2', 'dense')}, without its fallback "
+         f"{e.gap(table_of_mod, 'no_fallback_0.2', 'dense')}, a learned router "
+         f"{e.gap(table_of_mod, 'learned_0.2', 'dense')}, random {e.gap(table_of_mod, 'random_0.2', 'dense')}"),
+        ("Skipping 40% of the MLPs costs nothing that these runs could see",
+         f"learned {e.gap(table_of_mod, 'learned_mlp_0.4', 'dense')}"),
+        ("At equal FLOPs, a mixture of depths gains as much as fewer blocks do",
+         f"rate 0.4 {e.gap('isoflop', 'rate_0.4', 'dense')}, 6 blocks {e.gap('isoflop', 'dense_6_blocks', 'dense')}"),
+        ("With experts, NAG leads in wide and in deep shapes (width over depth of 80 and of 20)",
+         f"{e.gap('moe_ratio', 'nag_80', 'prenorm_80')} and {e.gap('moe_ratio', 'nag_20', 'prenorm_20')}"),
+    ]  # fmt: skip
+    text = """## Earlier, shorter runs
+
+These runs saw 0.06 to 5 bytes per parameter, with AdamW and unequal starts of the output projections. The studies that
+replace them are not finished, so take the differences as hints. They are paired by seed (3 seeds), with 95% intervals;
+below 0 is better. `results/earlier.jsonl` has all of these runs.
+
+"""
+    return text + table(("finding", "losses and differences"), rows)
+
+
+def rivals():
+    e = Earlier()
+    rows = []
+    lines = [line for line in e.lines if line["study"] == "rivals"]
+    rates = (0.004, 0.008, 0.016)
+    for mode in dict.fromkeys(line["variant"] for line in lines):
+        by_rate = {line["learning_rate"]: line["loss"] for line in lines if line["variant"] == mode}
+        if by_rate.keys() >= set(rates):
+            rows.append((mode, *(f"{by_rate[rate]:.3f}" for rate in rates)))
+    text = """## Every mode once
+
+8 blocks of width 64, 1,000 steps of 2,048 bytes, one seed, with the AdamW recipe of `config/plain.py`. This shows that
+no mode is broken, and not which one is better.
+
+"""
+    text += table(("mode", *(f"rate {rate:g}" for rate in rates)), rows)
+    return (
+        text
+        + """
+- Without a skip connection, nothing is learned beyond the frequency of bytes.
+- BHyT is behind because its sublayers read small inputs: see the next table.
+- DyT has its authors' initial values for a 1B model, which they tune for each width and depth. We did not.
+"""
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Speed
+
+BENCHES = (  # (file, command, what it shows)
+    ("recipe_8x128_cpu", "--what=recipe,train --modes=prenorm,prenorm,nag --batch_size=4 --rounds=15",
+     "A training step of the default model, part by part, and with NAG"),
+    ("rivals_12x512_cpu", "config/plain.py --what=train --modes=prenorm,attnres,ngpt,x0mix,rezero,mixln,deepnorm "
+     "--n_layer=12 --n_head=8 --n_embd=512 --batch_size=4 --rounds=5",
+     "A training step of the rivals, 12 blocks of width 512"),
+    ("streams_12x512_cpu", "config/plain.py --what=train --modes=prenorm,mhc,hc,attnres_block --n_layer=12 "
+     "--n_head=8 --n_embd=512 --batch_size=4 --rounds=7",
+     "The modes with several streams, 12 blocks of width 512"),
+    ("rivals_8x128_cpu", "config/plain.py --what=train "
+     "--modes=prenorm,prenorm,mhc,hc,attnres_block,ngpt,x0mix,rezero,mixln,deepnorm --rounds=9",
+     "The rivals, 8 blocks of width 128"),
+    ("train_12x512_cpu", "config/plain.py --what=train --modes=prenorm,prenorm,nag,bhyt,perinorm --n_layer=12 "
+     "--n_head=8 --n_embd=512 --block_size=512 --init_scale=0.03 --rounds=9",
+     "NAG and BHyT, 12 blocks of width 512, context 512"),
+    ("forward_1b_cpu", "config/plain.py --what=forward "
+     "--modes=prenorm,prenorm,postnorm,perinorm,lns,dyt,nag,bhyt,bhyt_exact,none --n_head=32 --n_kv_head=8 "
+     "--n_embd=2048 --n_hidden=8192 --activation=swiglu --block_size=1024 --batch_size=1 --init_scale=0.02 "
+     "--rounds=21", "The forward pass of one block of a 1B model"),
+    ("residual_4096x512_cpu", "config/plain.py --what=residual --modes=prenorm,prenorm,nag,bhyt,bhyt_exact "
+     "--n_head=8 --n_embd=512 --block_size=512 --rounds=101", "The residual alone: two sublayers"),
+    ("mod_12x512_cpu", "config/plain.py --what=mod --modes=nag --rates=0,0.4 --n_layer=12 --n_head=8 "
+     "--n_embd=512 --block_size=512 --init_scale=0.03 --rounds=11", "A mixture of depths"),
+)  # fmt: skip
+
+
+def ratios(report):
+    """(candidate, median, ratio) of all parts of a file of bench.py that compare candidates."""
+    for part in report.values():
+        for name, row in part.items() if isinstance(part, dict) else ():
+            if isinstance(row, dict) and "ratio" in row:
+                low, middle, high = row["ratio"]
+                yield (
+                    name,
+                    f"{row['median'] * 1e3:.1f} ms",
+                    f"{middle:.3f}x ({low:.3f} - {high:.3f})",
+                )
+
+
+def speed():
+    text = """## Speed
+
+Medians, and ratios to the first candidate of the same run with quartiles over rounds in changing order. All on 2 CPU
+cores with AVX512-bf16 and no AMX. Compare ratios between tables, not times.
+
+"""
+    for name, command, title in BENCHES:
+        report = json.loads((SPEED / f"{name}.json").read_text())
+        text += (
+            f"{title} (`results/speed/{name}.json`):\n\n```sh\npython bench.py {command}\n```\n\n"
+        )
+        text += table(("candidate", "time", "ratio"), ratios(report)) + "\n"
+    return text
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+INTRO = """# Results
+
+`python runs/report.py` writes this page from the files in `results/`; it has no number that was typed by hand, except
+quoted published ones. Losses are in nats per byte on validation text.
+
+"""
+
+
+def markdown():
+    return (
+        INTRO
+        + "\n".join(section() for section in (the_recipe, rivals, earlier, speed)).rstrip()
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    (ROOT / "RESULTS.md").write_text(markdown())
+    figure(RESULTS / "recipe.png")
