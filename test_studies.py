@@ -5,13 +5,17 @@ import math
 import os
 import statistics
 import sys
+from functools import partial
 
 import pytest
+import torch
+import torch.nn.functional as F
 
-from test_all import HERE, cases
+from test_all import EXTRAS, HERE, cases, shaken, some_ids, tiny
 
 sys.path.append(os.path.join(HERE, "runs"))
 import judge
+import oracle
 import report
 import study
 
@@ -152,6 +156,43 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     assert len(keys) == len(set(keys)) == len(trained)
     assert {s["seed"] for s in trained if s["val_part"] == "tune"} == {0}
     assert {s["seed"] for s in trained if s["val_part"] == "report"} == {1, 2, 3}
+
+
+def gated(write, gate, stream, f, scale):
+    return write(stream, f, gate * scale)
+
+
+@cases("mode", ["prenorm", "nag", "lns"])
+def test_the_oracle_equals_a_forward_in_which_one_token_skips_one_sublayer(mode, monkeypatch):
+    model, idx = shaken(tiny(residual=mode, **EXTRAS)).eval(), some_ids()[:1]
+    y = idx.roll(-1, 1)
+    rises, seen = oracle.look(model, idx, y)
+    loss = lambda: F.cross_entropy(model(idx)[0][0], y[0], reduction="sum").item()
+    whole = loss()
+    for layer, token in ((0, 0), (1, 5), (2, 30), (3, 31)):
+        block = model.blocks[layer // 2]
+        residual = block.mlp_residual if layer % 2 else block.attn_residual
+        gate = (torch.arange(idx.size(1)) != token).float()[:, None]
+        with monkeypatch.context() as patch:
+            patch.setattr(residual, "write", partial(gated, residual.write, gate))
+            rise = loss() - whole
+        assert rises[layer, token].item() == pytest.approx(rise, abs=2e-3)
+    assert seen["input"].shape == (4, idx.size(1), model.config.n_embd)
+
+
+def test_the_oracle_knows_a_perfect_score_from_a_random_one():
+    rise = torch.randn(4, 2000, generator=torch.Generator().manual_seed(0)).exp()
+    inputs = torch.randn(4, 2000, 8)
+    inputs[..., 3] = rise
+    seen = {"turn": torch.zeros_like(rise), "update": 2 * rise, "angle": -rise, "input": inputs}
+    found = oracle.compare(rise, seen)
+    assert "turn" not in found  # a mode without rotation
+    assert found["update"]["rank correlation"] == pytest.approx([1] * 4)
+    assert found["update"]["regret"] == pytest.approx([0] * 4)
+    assert found["angle"]["rank correlation"] == pytest.approx([-1] * 4)
+    assert min(found["probe"]["rank correlation"]) > 0.8
+    assert max(map(abs, found["random"]["rank correlation"])) < 0.1
+    assert min(found["random"]["regret"]) > max(found["probe"]["regret"]) > 0
 
 
 def test_the_page_of_results_is_the_one_that_the_report_writes():

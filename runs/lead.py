@@ -1,0 +1,89 @@
+"""
+Does a lead over pre-norm last? Against the number of tokens, against depth, and for changes of NAG.
+
+    python runs/lead.py tokens    8 blocks of width 64, 1 to 16 MB: 2.5 to 40 bytes per parameter
+    python runs/lead.py blocks    4 to 64 blocks of width 64, 4 MB
+    python runs/lead.py nag       NAG with one part changed, 4 and 16 MB
+
+Every mode has the settings that runs/judge.py found for it, and is tuned first if it has none. At
+another depth the learning rate is checked once: the tuned rate against half of it. Each length is a
+run of its own, with the schedule that its length asks for. Differences are paired by seed, with 95%
+intervals. Finished runs are in results/lead.jsonl, and are not repeated.
+"""
+
+import statistics
+import sys
+
+import judge
+import study
+from study import paired
+
+SEEDS = (11, 12, 13)  # not those that the modes were picked on
+NAG = {
+    "nag": {},
+    "gates at a quarter of the rate": {"gate_lr": 0.25},  # times the learning rate
+    "gates at four times the rate": {"gate_lr": 4.0},
+    "alpha from 1 / l": {"nag_alpha_power": 1.0},
+    "not orthogonal": {"nag_orthogonal": False},
+    "not modulated": {"nag_directions": 0},
+    "4 directions": {"nag_directions": 4},
+    "beta of 1": {"nag_beta": 1.0},
+    "not centred": {"nag_centre": False},
+    "no norm lane": {"nag_lane": False},
+}
+PLANS = {  # (changes by name and mode, the setting that varies, its values)
+    "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "orthogonal", "ngpt")),
+               "max_iters", (1000, 2000, 4000, 8000, 16000)),
+    "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 8, 16, 32, 64)),
+    "nag": ({"prenorm": None} | NAG, "max_iters", (4000, 16000)),
+}  # fmt: skip
+
+
+def settings(name, change, scale):
+    """The tuned settings of a mode, or of NAG with a change."""
+    mode = name if change is None else "nag"
+    chosen = judge.tune(scale, mode, None) | (change or {}) | {"residual": mode}
+    if change and "gate_lr" in change:
+        chosen["gate_lr"] = change["gate_lr"] * chosen["learning_rate"]
+    return chosen
+
+
+def checked(scale, chosen):
+    """The tuned settings, or with half the learning rates if that is better at this scale."""
+    rates = {k: v / 2 for k, v in chosen.items() if k in ("learning_rate", "gate_lr")}
+    both = [chosen, chosen | rates]
+    lines = study.run("lead", [judge.short(scale, each["residual"], each) for each in both])
+    losses = [line["loss"] for line in lines]
+    return both[None not in losses and losses[1] < losses[0]]
+
+
+def runs_of(changes, axis, values):
+    """{(name, value): [the settings of each seed]}"""
+    scale, runs = study.parse([judge.SCALE]), {}
+    for name, change in changes.items():
+        chosen = settings(name, change, scale)
+        for value in values:
+            here = scale | {axis: value}
+            other_shape = axis != "max_iters" and value != scale[axis]
+            own = checked(here, chosen) if other_shape else chosen
+            runs[name, value] = [judge.full(here, own["residual"], own, seed) for seed in SEEDS]
+    return runs
+
+
+def rows(runs, lines_of):
+    """(name, value, mean loss, difference to pre-norm, half its interval)"""
+    lines = iter(lines_of("lead", [each for of_seeds in runs.values() for each in of_seeds]))
+    losses = {at: [next(lines)["loss"] for _ in SEEDS] for at in runs}
+    for (name, value), found in losses.items():
+        if None in found:
+            yield name, value, None, None, None
+        else:
+            yield name, value, statistics.mean(found), *paired(found, losses["prenorm", value])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] not in [[plan] for plan in PLANS]:
+        raise SystemExit(__doc__)
+    for name, value, loss, difference, half in rows(runs_of(*PLANS[sys.argv[1]]), study.run):
+        result = "diverged" if loss is None else f"{loss:.4f} {difference:+.4f} ± {half:.4f}"
+        print(f"{name:<32} {value:>6} {result}")
