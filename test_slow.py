@@ -371,16 +371,31 @@ def test_writing_stops_at_stop_strings_and_end_of_text(monkeypatch):
 # Studies, speed, README, GUIDE
 
 
-def test_the_classroom_comes_out_as_expected(data, tmp_path, capsys):
-    classroom = lambda **how: script("runs/classroom.py", data_dir=data, out=tmp_path, **how)
-    classroom(cases="B,C", steps=60, batch_size=128, width=128)
-    classroom(what="walk", activation="relu", norm="none", skip=False)
-    classroom(what="transformer", steps=10, batch_size=64)
+def test_the_classroom_comes_out_as_expected(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(os.path.join(HERE, "runs"))
+    import classroom
+    import study
+
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    how = dict(data_dir=str(data), steps=30, stack_steps=60)
+    for key, value in how.items():
+        monkeypatch.setattr(classroom, key, value)
+    stacks = {case: classroom.STACKS[case] for case in ("B", "2 layers")}
+    monkeypatch.setattr(classroom, "STACKS", stacks)
+    for _ in range(2):  # the second time all lines are there
+        classroom.stacks()
+        classroom.transformer()
     printed = capsys.readouterr().out
-    assert "explosion | explosion |" in printed and "smooth | smooth |" in printed
-    variances = [float(x) for x in re.findall(r"^\| \d+ \| (\S+) \|", printed, re.M)]
-    assert len(variances) == 24 and max(variances) / min(variances) < 4  # the aim of kaiming
-    assert re.findall(r"^(\w+):", printed, re.M) == ["skip", "no_skip", "none"]
+    assert printed.count("| explosion | explosion |") == 2
+    lost = [
+        f"{n}.{kind}" for n in ("query", "key", "value", "out_proj") for kind in ("weight", "bias")
+    ]
+    assert printed.count(f"| {', '.join(lost)} |") == 2 * 2  # two rates
+    lines = study.read("classroom")
+    assert len(lines) == 2 + 3 + 6
+    assert lines[1]["steps"] == 60 and lines[1]["last"] < lines[1]["first"]
+    kaiming = next(line["variance"] for line in lines if line["settings"].get("start") == "kaiming")
+    assert max(kaiming) / min(kaiming) < 4  # the aim of kaiming
 
 
 def test_a_study_trains_and_measures_a_real_run(data, tmp_path, monkeypatch):

@@ -1,88 +1,45 @@
 """
-Why deep networks need init, norms and skips: plain layers predict a byte from the previous 8.
+What skips, norms and starts are for, on models that are small enough to see it.
 
-    python runs/classroom.py                       train the cases A, B, C, deep: 2 minutes, 2 cores
-    python runs/classroom.py --what=walk --init=xavier --activation=relu --norm=none --skip=False
-    python runs/classroom.py --what=transformer    one block of a byte-level transformer
+    python runs/classroom.py                     all of it: about 20 minutes on 2 cores
+    python runs/classroom.py --what=stacks       deep stacks of MLPs, and their first gradients
+    python runs/classroom.py --what=transformer  one block, with and without its first skip
 
-A layer is x <- act(W Norm(x)), or x <- x + act(W Norm(x)) with skip. norm=none omits Norm. walk
-prints the variances of activations and gradients before training. transformer trains the block
-with its skip connections and without them.
+transformer: one post-norm block over 65 characters, of width 64. With x <- x + output behind
+attention; with x <- output; and with that line deleted, so that nothing reads the output.
+
+    x <- Norm(x + Attention(x)),  x <- Norm(x + MLP(x))                                          (1)
+
+stacks: x <- x + W_2 act(W_1 Norm(x)), which predicts a byte from the 8 before it. walk prints the
+variance of each layer's activations, and of their gradients, before training.
+
+A run is a line in results/classroom.jsonl with its settings, its curve and what was measured. It is
+not repeated.
 """
 
-import json
 import math
 import os
 import sys
-from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from study import append, read, thinned
 from torch import nn
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure
 from data import Windows
-from model import ACTIVATIONS, GPT, INITS, GPTConfig
-from norms import NORMS, pick
+from model import INITS
+from norms import RMSNorm
 
-what = "cases"  # cases, walk or transformer
-cases = "A,B,C,deep"  # cases: names from CASES, separated by commas
+what = "stacks,transformer"  # what to run, separated by commas
 data_dir = "data/python"  # folder with shards of bytes
-out = "results/classroom"  # folder for the losses
-steps = 1000  # training steps
-batch_size = 256  # contexts of 8 bytes per step; transformer: 1/8 as many, of 64 bytes
-n_layer = 24  # walk: layers
-width = 256  # width of a layer
-init = "kaiming"  # walk: normal, kaiming, xavier or uniform
-init_scale = 0.02  # walk: standard deviation of normal, half the width of uniform
-activation = "gelu"  # walk: gelu, relu or silu
-norm = "rms"  # walk: rms, layer or none
-skip = True  # walk: add the input of a layer to its output
+steps = 46500  # of the transformer
+stack_steps = 1000  # of a stack
 seed = 1  # seed of the weights and of the data
-settings, _ = configure(globals(), argv=sys.argv[1:])
-
-# (n_layer, init, init_scale, activation, norm, skip), learning rate, expected verdict
-CASES = {
-    "A": ((12, "kaiming", 0.0, "relu", "none", False), 1e-3, "plateau"),
-    "B": ((12, "uniform", 0.5, "relu", "none", False), 1e-3, "explosion"),
-    "C": ((30, "kaiming", 0.0, "gelu", "rms", True), 3e-4, "smooth"),
-    "deep": ((24, "kaiming", 0.0, "gelu", "rms", True), 1e-3, "smooth"),
-}
-
-
-class Stack(nn.Module):
-    def __init__(self, n_layer, init, init_scale, activation, norm, skip):
-        super().__init__()
-        self.act, gated, gain = pick(ACTIVATIONS, activation, "activation")
-        if gated:
-            raise SystemExit(f"activation={activation!r}: these layers have no gate")
-        self.embed = nn.Embedding(257, 32)
-        self.inward = nn.Linear(8 * 32, width)
-        self.head = nn.Linear(width, 257)
-        self.linears = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(n_layer))
-        make_norm = partial(pick(NORMS, norm, "norm"), width, 1e-6)
-        self.norms = nn.ModuleList(make_norm() for _ in range(n_layer + 1))
-        self.skip = skip
-        for linear in self.linears:
-            pick(INITS, init, "init")(linear.weight, init_scale, gain)
-        for module in self.norms if norm != "none" else ():
-            module.reset_parameters()
-
-    def forward(self, idx, activations=None):
-        x = self.inward(self.embed(idx).flatten(1))  # (B, 8) to (B, width)
-        for norm, linear in zip(self.norms, self.linears):
-            f = self.act(linear(norm(x)))
-            x = x + f if self.skip else f
-            if activations is not None:
-                x.retain_grad()
-                activations.append(x)
-        return self.head(self.norms[-1](x))
-
-    def loss(self, idx, targets):
-        return F.cross_entropy(self(idx), targets[:, -1])
+name = "classroom"  # of the file in results
 
 
 def batches(context, size):
@@ -95,30 +52,153 @@ def batches(context, size):
         yield rows[:, :-1], rows[:, 1:]
 
 
-def train(model, loss_of, data, learning_rate):
-    """Train with AdamW, without warm-up. Stops after a loss that is not finite.
-
-    Returns (losses of all steps, mean of the last 20).
-    """
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=learning_rate), []
+def train(model, loss_of, data, rate, steps):
+    """Train with Adam, up to the first loss that is not finite. Returns all losses."""
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=rate), []
     while len(losses) < steps and (not losses or math.isfinite(losses[-1])):
         optimizer.zero_grad()
         loss = loss_of(*next(data))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, sum(losses[-20:]) / len(losses[-20:])
+    return losses
+
+
+def keep(settings, run):
+    """The line of these settings, from the file or from run()."""
+    for line in read(name):
+        if line["settings"] == settings:
+            return line
+    line = {"settings": settings} | run()
+    append(name, line)
+    return line
+
+
+def curve(losses):
+    points = thinned([(i, loss) for i, loss in enumerate(losses, 1) if math.isfinite(loss)])
+    last = losses[-100:]
+    return {"curve": points, "steps": len(losses), "last": round(sum(last) / len(last), 4)}
+
+
+# ------------------------------------------------------------------------------------------------
+# One block of a transformer
+
+CHARACTERS = 65
+SKIPS = ("x + output", "output", "deleted")
+
+
+class CharTransformer(nn.Module):
+    """Eq. 1, with the starts that torch gives its modules."""
+
+    def __init__(self, skip, width=64, heads=2, context=64):
+        super().__init__()
+        self.skip, self.heads = skip, heads
+        self.token, self.position = nn.Embedding(CHARACTERS, width), nn.Embedding(context, width)
+        self.query, self.key, self.value, self.out_proj = (nn.Linear(width, width) for _ in "qkvo")
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, CHARACTERS)
+
+    def attention(self, x):
+        split = lambda y: y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        q, k, v = (split(linear(x)) for linear in (self.query, self.key, self.value))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+    def forward(self, idx):
+        x = self.token(idx) + self.position.weight[: idx.size(1)]
+        output = self.attention(x)
+        if self.skip == "x + output":
+            x = x + output
+        elif self.skip == "output":
+            x = output
+        x = self.norm_1(x)
+        x = self.norm_2(x + self.down(F.relu(self.up(x))))
+        return self.head(x)
+
+
+def characters():
+    """A table (257,) from bytes to the 64 most frequent ones, and 64 for all others."""
+    tokens = Windows(data_dir, "train", 1).shards[0]
+    table = torch.full((257,), CHARACTERS - 1)
+    table[np.bincount(tokens, minlength=257).argsort()[::-1][: CHARACTERS - 1].copy()] = (
+        torch.arange(CHARACTERS - 1)
+    )
+    return table
+
+
+def transformer():
+    table = characters()
+
+    def run(skip, rate):
+        torch.manual_seed(seed)
+        model = CharTransformer(skip)
+        loss_of = lambda x, y: F.cross_entropy(model(table[x]).flatten(0, 1), table[y].flatten())
+        losses = train(model, loss_of, batches(64, 32), rate, steps)
+        named = model.named_parameters()
+        norms = {n: None if p.grad is None else round(p.grad.norm().item(), 4) for n, p in named}
+        return curve(losses) | {"gradients": norms}
+
+    print(
+        "| behind attention | rate | last loss | parameters without a gradient |\n|---|---|---|---|"
+    )
+    for skip in SKIPS:
+        for rate in (1e-3, 3e-4):
+            settings = {"what": "transformer", "skip": skip, "rate": rate, "steps": steps}
+            line = keep(settings | {"seed": seed}, lambda skip=skip, rate=rate: run(skip, rate))
+            without = ", ".join(n for n, norm in line["gradients"].items() if norm is None)
+            print(f"| {skip} | {rate:g} | {line['last']:.3f} | {without} |", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# Stacks of MLPs
+
+GAINS = {"relu": math.sqrt(2), "gelu": 1.7}
+STACKS = {  # layers, activation, start, norm and skip, rate, what is expected
+    "A": (12, "relu", "kaiming", False, 1e-3, "plateau"),
+    "B": (12, "relu", "uniform", False, 1e-3, "explosion"),
+    "C": (30, "gelu", "kaiming", True, 3e-4, "smooth"),
+    "24 layers": (24, "gelu", "kaiming", True, 3e-4, "smooth"),
+    "2 layers": (2, "gelu", "kaiming", True, 3e-4, "smooth"),
+}
+
+
+class Stack(nn.Module):
+    def __init__(self, layers, activation, start, normed, width=256):
+        super().__init__()
+        self.act, self.normed = getattr(F, activation), normed
+        self.embed, self.inward = nn.Embedding(257, 32), nn.Linear(8 * 32, width)
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+        self.norms = nn.ModuleList(RMSNorm(width) for _ in range(layers + 1))
+        self.head = nn.Linear(width, 257)
+        for linear in (*self.up, *self.down):
+            INITS[start](linear.weight, 0.5, GAINS[activation])  # 0.5: the bound of uniform
+            nn.init.zeros_(linear.bias)
+        for norm in self.norms:
+            norm.reset_parameters()
+
+    def forward(self, idx, layers=None):
+        x = self.inward(self.embed(idx).flatten(1))  # (B, 8) to (B, width)
+        for norm, up, down in zip(self.norms, self.up, self.down):
+            f = down(self.act(up(norm(x) if self.normed else x)))
+            x = x + f if self.normed else f
+            if layers is not None:
+                x.retain_grad()
+                layers.append(x)
+        return self.head(self.norms[-1](x) if self.normed else x)
+
+    def loss(self, idx, targets):
+        return F.cross_entropy(self(idx), targets[:, -1])
 
 
 def verdict(losses):
-    """Describe a loss curve.
-
-    explosion: a loss is not finite, or none of the first 50 is better than chance.
+    """explosion: a loss is not finite, or none of the first 50 is better than chance.
     plateau:   the last tenth is less than 0.1 better than the sixth tenth.
     spiky:     some tenth is at least 0.1 worse than the one before it.
     smooth:    none of these.
     """
-    if len(losses) < steps or not min(losses[:50]) < math.log(257):
+    if len(losses) < stack_steps or not min(losses[:50]) < math.log(257):
         return "explosion"
     tenths = [np.mean(part) for part in np.array_split(losses, 10)]
     if tenths[5] - tenths[9] < 0.1:
@@ -127,53 +207,41 @@ def verdict(losses):
     return "smooth" if worst < 0.1 else "spiky"
 
 
-def run_cases():
-    print("| case | first loss | last | steps | verdict | expected |\n|---|---|---|---|---|---|")
-    for name in cases.split(","):
-        layers, rate, expected = pick(CASES, name, "cases")
+def stacks():
+    def run(layers, activation, start, normed, rate):
         torch.manual_seed(seed)
-        model = Stack(*layers)
-        losses, last = train(model, model.loss, batches(8, batch_size), rate)
-        got = verdict(losses)
-        save(name, losses, {"last": last, "verdict": got, "expected": expected})
-        print(f"| {name} | {losses[0]:.3f} | {last:.3f} | {len(losses)} | {got} | {expected} |")
+        model = Stack(layers, activation, start, normed)
+        losses = train(model, model.loss, batches(8, 64), rate, stack_steps)
+        return curve(losses) | {"first": round(losses[0], 4), "verdict": verdict(losses)}
+
+    print("| stack | first loss | last | steps | verdict | expected |\n|---|---|---|---|---|---|")
+    for case, (*shape, rate, expected) in STACKS.items():
+        settings = {"what": "stack", "case": case, "steps": stack_steps, "seed": seed}
+        line = keep(settings, lambda shape=shape, rate=rate: run(*shape, rate))
+        cells = [case, line["first"], line["last"], line["steps"], line["verdict"], expected]
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    for start in ("kaiming", "xavier", "uniform"):
+        settings = {"what": "walk", "start": start, "seed": seed}
+        line = keep(settings, lambda start=start: walk(start))
+        ends = [line[key][i] for key in ("variance", "of the gradient") for i in (0, -1)]
+        print(f"{start}: variance {ends[0]} to {ends[1]}, of the gradient {ends[2]} to {ends[3]}")
 
 
-def walk():
-    """Print the variance of the output of each layer, and of its gradient, before training."""
+def walk(start):
+    """Variances of 12 ReLU layers without norms and skips, before training."""
     torch.manual_seed(seed)
-    model, activations = Stack(n_layer, init, init_scale, activation, norm, skip), []
-    x, y = next(batches(8, batch_size))
-    F.cross_entropy(model(x, activations), y[:, -1]).backward()
-    print("| layer | variance | of its gradient |\n|---|---|---|")
-    for i, x in enumerate(activations):
-        print(f"| {i} | {x.var().item():.3g} | {x.grad.var().item():.3g} |")
+    model, layers = Stack(12, "relu", start, False), []
+    x, y = next(batches(8, 64))
+    F.cross_entropy(model(x, layers), y[:, -1]).backward()
+    digits = lambda value: float(f"{value.item():.3g}")
+    gradients = [digits(x.grad.var()) for x in layers]
+    return {"variance": [digits(x.var()) for x in layers], "of the gradient": gradients}
 
 
-def transformer():
-    """Train one block with pre-norm, with pre-norm without its skips, and with x <- Norm(F(x)).
-
-    Prints the gradient norm of each parameter in the last step.
-    """
-    for name, residual in (("skip", "prenorm"), ("no_skip", "prenorm"), ("none", "none")):
-        torch.manual_seed(seed)
-        model = GPT(GPTConfig(n_layer=1, n_head=4, n_embd=128, block_size=64, residual=residual))
-        if name == "no_skip":
-            write = lambda stream, f, gate=1.0: stream.replace(x=f)
-            model.blocks[0].attn_residual.write = model.blocks[0].mlp_residual.write = write
-        loss_of = lambda x, y, model=model: model(x, y)[1]
-        losses, last = train(model, loss_of, batches(64, batch_size // 8), 1e-3)
-        norms = {name: p.grad.norm().item() for name, p in model.named_parameters()}
-        save(name, losses, {"last": last, "gradients": norms})
-        print(f"{name}: {last:.3f}  " + "  ".join(f"{n} {g:.2g}" for n, g in norms.items()))
-
-
-def save(name, losses, report):
-    """Write one record for the settings, one per step, and the report."""
-    os.makedirs(out, exist_ok=True)
-    records = [{"settings": settings}, *({"step": i, "loss": x} for i, x in enumerate(losses))]
-    with open(os.path.join(out, f"{name}.jsonl"), "w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in [*records, report])
-
-
-pick({"cases": run_cases, "walk": walk, "transformer": transformer}, what, "what")()
+if __name__ == "__main__":
+    configure(globals(), argv=sys.argv[1:])
+    parts = {"stacks": stacks, "transformer": transformer}
+    for part in what.split(","):
+        if part not in parts:
+            raise SystemExit(f"what={what!r}: choose from {', '.join(parts)}")
+        parts[part]()

@@ -24,6 +24,7 @@ TIMELESS = {"learning_rate", "schedule", "weight_decay", "init_out"}  # no effec
 RECIPE = "the recipe"
 CHANGES = {
     "nag": {"residual": "nag"},
+    "nag, 1,200 steps": {"residual": "nag", "max_iters": 1200, "eval_interval": 1200},
     "perinorm": {"residual": "perinorm"},
     "orthogonal": {"residual": "orthogonal"},
     "AdamW, one rate": ADAMW,
@@ -50,7 +51,7 @@ def settings(change, seed):
 
 
 def rows(lines_of, measure=True):
-    """(change, mean loss, time of a token v. the recipe's, difference, half its interval)
+    """(change, mean loss, time of the run v. the recipe's, difference, half its interval)
 
     lines_of is study.run, which trains what is missing, or study.find: then only what is complete.
     measure=False: only changes whose steps have been timed.
@@ -67,7 +68,8 @@ def rows(lines_of, measure=True):
     times |= race("recipe", slower, measure)
 
     for name in [name for name in compared if name in times]:
-        losses, time = [line["loss"] for line in found[name]], times[name][1]
+        losses = [line["loss"] for line in found[name]]
+        time = times[name][1] * found[name][0]["tokens"] / found[RECIPE][0]["tokens"]
         if None in losses:
             yield name, None, time, None, None
             continue
