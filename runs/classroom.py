@@ -172,9 +172,10 @@ class Stack(nn.Module):
         self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
         self.norms = nn.ModuleList(RMSNorm(width) for _ in range(layers + 1))
         self.head = nn.Linear(width, 257)
-        for linear in (*self.up, *self.down):
-            INITS[start](linear.weight, 0.5, GAINS[activation])  # 0.5: the bound of uniform
-            nn.init.zeros_(linear.bias)
+        for linears, gain in ((self.up, 1.0), (self.down, GAINS[activation])):
+            for linear in linears:
+                INITS[start](linear.weight, 0.5, gain)  # 0.5: the bound of uniform
+                nn.init.zeros_(linear.bias)
         for norm in self.norms:
             norm.reset_parameters()
 
