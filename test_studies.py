@@ -196,4 +196,6 @@ def test_the_oracle_knows_a_perfect_score_from_a_random_one():
 
 
 def test_the_page_of_results_is_the_one_that_the_report_writes():
-    assert open(os.path.join(HERE, "RESULTS.md")).read() == report.markdown()
+    results, readme = (open(f"{HERE}/{name}").read() for name in ("RESULTS.md", "README.md"))
+    assert results == report.markdown()
+    assert readme == report.readme(readme)

@@ -9,6 +9,7 @@ Every number in RESULTS.md comes from one of these files, or is a quoted publish
 import json
 import re
 import statistics
+import textwrap
 
 import recipe
 from study import ROOT, find, paired, read
@@ -20,6 +21,10 @@ WIDTH = 120
 def table(header, rows):
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
+
+
+def wrap(text):
+    return textwrap.fill(text, WIDTH, break_on_hyphens=False, break_long_words=False)
 
 
 def plus_minus(difference, half):
@@ -47,15 +52,11 @@ def race(path):
 
 def the_recipe():
     steps, size, whole = default_run()
-    text = f"""## The default recipe
-
-`python train.py` with its defaults ends at {whole:.4f} nats per byte, on the whole validation split, after {steps:,}
-steps of {size:,} bytes (`results/default`).
-
-Beside nanochat's model and optimizer on the same machine and shards, with nanochat's own learning rates (one run each;
-the time is that of training steps without the first three):
-
-"""
+    ends = f"`python train.py` with its defaults ends at {whole:.4f} nats per byte, on the whole validation split, "
+    ends += f"after {steps:,} steps of {size:,} bytes (`results/default`)."
+    beside = "Beside nanochat's model and optimizer on the same machine and shards, with nanochat's own learning rates "
+    beside += "(one run each; the time is that of training steps without the first three):"
+    text = f"## The default recipe\n\n{wrap(ends)}\n\n{wrap(beside)}\n\n"
     rows = []
     for path in sorted(SPEED.glob("nanochat_*.txt")):
         shape = path.stem.removeprefix("nanochat_").replace("x", " x ")
@@ -66,16 +67,11 @@ the time is that of training steps without the first three):
     text += table(
         ("blocks x width", "nanochat", "ours then", "difference", "ours at its end"), rows
     )
-    text += f"""
-Each part of the recipe, changed alone: {recipe.COMMON["max_iters"]} steps of {size:,} bytes,
-{len(recipe.SEEDS)} seeds, paired by seed, with 95% intervals. Above 0 the change is worse. The time is that of a whole
-run over the recipe's. At equal time, the recipe gets as many steps as the change has time for.
-
-```sh
-python runs/recipe.py
-```
-
-"""
+    parts = f"Each part of the recipe, changed alone: {recipe.COMMON['max_iters']} steps of {size:,} bytes, "
+    parts += f"{len(recipe.SEEDS)} seeds, paired by seed, with 95% intervals. Above 0 the change is worse. The time is "
+    parts += "that of a whole run over the recipe's. At equal time, the recipe gets as many steps as the change has "
+    parts += "time for. The validation loss is that of 262,144 bytes."
+    text += f"\n{wrap(parts)}\n\n```sh\npython runs/recipe.py\n```\n\n"
     rows = []
     for name, loss, time, difference, half in recipe.rows(find, measure=False):
         cells = (
@@ -272,6 +268,28 @@ cores with AVX512-bf16 and no AMX. Compare ratios between tables, not times.
 
 
 # ------------------------------------------------------------------------------------------------
+# README's first page
+
+START, END = "<!-- written by runs/report.py -->\n", "<!-- end -->"
+
+
+def first_page():
+    _, _, whole = default_run()
+    (_, theirs, n, seconds), _, (ours, _) = race(SPEED / "nanochat_8x128.txt")
+    found = {name: plus_minus(*of) for name, _, _, *of in recipe.rows(find, measure=False)}
+    text = f"`make train` reaches {whole:.3f} nats per byte. When nanochat's model and optimizer have {theirs}, after "
+    text += f"{n} steps and {seconds} s, it has {ours}. In the figure, a change above 0 makes the recipe worse. "
+    text += f"NAG against pre-norm at equal time is {found['nag']} after 800 steps, and {found['nag, 1,200 steps']} "
+    text += "after 1,200. [RESULTS.md](RESULTS.md) has all results. The models are tiny, and saw about one byte per "
+    text += "parameter."
+    return f"![What each part of the default recipe is worth](results/recipe.png)\n\n{wrap(text)}\n"
+
+
+def readme(text):
+    """README with its first page written anew."""
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    return before + START + first_page() + END + after
 
 
 INTRO = """# Results
@@ -292,4 +310,5 @@ def markdown():
 
 if __name__ == "__main__":
     (ROOT / "RESULTS.md").write_text(markdown())
+    (ROOT / "README.md").write_text(readme((ROOT / "README.md").read_text()))
     figure(RESULTS / "recipe.png")
