@@ -47,6 +47,7 @@ TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048
 TOY += " --compile=False"
 RATES = (4e-3, 8e-3, 1.6e-2)
 LENGTHS = (0.7, 1.4, 2.0)  # of the baseline, as shares of the whole: for equal times
+TUNED = ("learning_rate", "init_out", "gate_lr", "embed_lr")
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
 LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
 
@@ -150,10 +151,15 @@ def row(mode, choice, lines, ratio, lengths):
     return f"| {' | '.join(cells)} |"
 
 
-HEADER = (
-    "mode", "loss", "difference", "verdict", "time of a step", "difference at equal time",
-    "verdict at equal time", "tuned",
-)  # fmt: skip
+def head():
+    cells = ("mode", "loss", "difference", "verdict", "time of a step", "difference at equal time",
+             "verdict at equal time", "tuned")  # fmt: skip
+    return f"| {' | '.join(cells)} |\n{'|---' * len(cells)}|"
+
+
+def timed(scale, modes):
+    """What study.race compares: {mode: settings}, the baseline first."""
+    return {mode: scale | {"residual": mode} for mode in dict.fromkeys([baseline, *modes])}
 
 
 def plan(scale, modes):
@@ -187,8 +193,8 @@ def main():
     choice, theirs = trained[baseline]
     more = study.run(name, [full(scale, baseline, choice, 1, length) for length in LENGTHS])
     lengths = {1.0: theirs[0]["loss"]} | dict(zip(LENGTHS, [line["loss"] for line in more]))
-    ratios = study.race(name, {mode: scale | {"residual": mode} for mode in everyone})
-    print(f"| {' | '.join(HEADER)} |\n{'|---' * len(HEADER)}|")
+    ratios = study.race(name, timed(scale, everyone))
+    print(head())
     for mode in modes:
         choice, ours = trained[mode]
         print(row(mode, choice, (ours, theirs), ratios[mode][1], lengths))

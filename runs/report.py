@@ -11,7 +11,9 @@ import re
 import statistics
 import textwrap
 
+import judge
 import recipe
+import study
 from study import ROOT, find, paired, read
 
 RESULTS, SPEED = ROOT / "results", ROOT / "results" / "speed"
@@ -81,6 +83,36 @@ def the_recipe():
         )
         rows.append((name, *cells))
     return text + table(("change", "loss", "time", "difference at equal time"), rows)
+
+
+def modes():
+    """The table of runs/judge.py over all modes that it has judged, or nothing."""
+    scale, found = study.parse([judge.SCALE]), {}
+    for line in read("judge"):
+        given = line.get("settings", {})
+        if given.get("val_part") == "report":
+            length = given["max_iters"] / scale["max_iters"]
+            mode = given.get("residual", study.DEFAULTS["residual"])
+            found.setdefault((mode, length), {})[given["seed"]] = line
+    theirs = found.get((judge.baseline, 1.0), {})
+    ratios = study.race("judge", judge.timed(scale, [mode for mode, _ in found]), measure=False)
+    lengths = {length: by_seed[1]["loss"] for (mode, length), by_seed in found.items()
+               if mode == judge.baseline}  # fmt: skip
+    rows = []
+    for (mode, length), ours in found.items():
+        seeds = sorted(ours.keys() & theirs.keys())
+        if mode == judge.baseline or length != 1 or len(seeds) < 3 or mode not in ratios:
+            continue
+        choice = {k: ours[1]["settings"][k] for k in judge.TUNED if k in ours[1]["settings"]}
+        lines = [[of[seed] for seed in seeds] for of in (ours, theirs)]
+        rows.append(judge.row(mode, choice, lines, ratios[mode][1], lengths))
+    if not rows:
+        return ""
+    text = "Each mode against pre-norm, both tuned alike: 8 blocks of width 64, 4 MB of text, 3 seeds, paired by seed, "
+    text += "with 95% intervals. Below 0 is better."
+    command = "```sh\npython runs/judge.py --residual=all\n```"
+    lines = [judge.head(), *sorted(rows)]
+    return f"## The modes\n\n{wrap(text)}\n\n{command}\n\n" + "\n".join(lines) + "\n"
 
 
 def figure(path):
@@ -300,12 +332,11 @@ quoted published ones. Losses are in nats per byte on validation text.
 """
 
 
+PARTS = (the_recipe, modes, rivals, earlier, speed)
+
+
 def markdown():
-    return (
-        INTRO
-        + "\n".join(section() for section in (the_recipe, rivals, earlier, speed)).rstrip()
-        + "\n"
-    )
+    return INTRO + "\n".join(filter(None, (part() for part in PARTS))).rstrip() + "\n"
 
 
 if __name__ == "__main__":
