@@ -6,19 +6,18 @@ kellerjordan.github.io/posts/muon).
     O ~ polar(U) = (U U^T)^(-1/2) U                    all singular values become 1              (2)
     W <- (1 - lr decay) W - lr 0.2 sqrt(max(rows, columns)) O                                    (3)
 
-The factor in (3) makes an update as large as one of AdamW, so that both can share a learning rate
-(Liu et al. 2025, arXiv 2502.16982). Odd polynomials of X approach (2), as in Polar Express (Amsel
-et al. 2025, arXiv 2505.16932): each is the best one for the interval of singular values that the
-one before it leaves.
+The factor in (3) gives updates the size of AdamW's, so that both can share a learning rate (Liu et
+al. 2025, arXiv 2502.16982). Odd polynomials of X approximate (2), as in Polar Express (Amsel et al.
+2025, arXiv 2505.16932). Each is optimal for the singular values that the one before it leaves.
 
     X <- P X,  where P = a I + b A + c A^2 and A = X X^T                                         (4)
-    X starts as U / |(U U^T)^2|^(1/4). No singular value of it is above 1                        (5)
-    Q <- P Q,  A <- P A P,  and O = Q X at the end: for wide matrices, as A is small             (6)
+    X starts as U / |(U U^T)^2|^(1/4), so that its singular values are at most 1                 (5)
+    Q <- P Q,  A <- P A P,  and O = Q X at the end: cheaper for wide matrices, where A is small  (6)
 
 Three iterations map the singular values from 0.01 to 1 into the interval from 0.73 to 1.27. Five
 iterations of the original Muon map them to between 0.68 and 1.13.
 
-Matrices of one shape form one stack.
+Matrices of one shape are stacked and updated together.
 """
 
 import torch
@@ -63,7 +62,7 @@ def norm(x):
 class Muon(torch.optim.Optimizer):
     """For matrices (rows, columns), and stacks of them such as experts (E, rows, columns).
 
-    dtype is that of the products in Eqs. 4 to 6.
+    dtype: the dtype of the products in Eqs. 4 to 6.
     """
 
     def __init__(

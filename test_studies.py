@@ -32,7 +32,7 @@ def place(tmp_path, monkeypatch):
 
 
 def trainer(loss_of, trained):
-    """In place of study.train: the loss is loss_of(all settings)."""
+    """Replaces study.train; the loss is loss_of(all settings)."""
 
     def train(settings, device, folder, look):
         trained.append(settings)
@@ -120,8 +120,7 @@ def test_intervals_and_interpolation():
 def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     place, monkeypatch, capsys, gain, ratio, words
 ):
-    """The best rate is beyond the first grid. Seeds are noise that the pairs share, and a little
-    that they do not."""
+    """The best rate is beyond the first grid. The noise of a seed is almost the same in a pair."""
     trained = []
 
     def loss_of(full):

@@ -1,6 +1,6 @@
 """
-The scale at which runs/judge.py compares residual modes on a CPU: 0.4M parameters and 10 bytes for
-each, with train.py's default recipe.
+The scale at which runs/judge.py compares residual modes on a CPU: 0.4M parameters, 10 bytes of
+training text per parameter, and train.py's default recipe.
 """
 
 n_layer = 8

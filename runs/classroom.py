@@ -1,20 +1,20 @@
 """
-What skips, norms and starts are for, on models that are small enough to see it.
+What skip connections, norms and initialisations do, on models small enough to show it.
 
     python runs/classroom.py                     all of it: about 20 minutes on 2 cores
     python runs/classroom.py --what=stacks       deep stacks of MLPs, and their first gradients
     python runs/classroom.py --what=transformer  one block, with and without its first skip
 
-transformer: one post-norm block over 65 characters, of width 64. With x <- x + output behind
-attention; with x <- output; and with that line deleted, so that nothing reads the output.
+transformer: one post-norm block of width 64 over 65 characters. After attention: x <- x + output,
+x <- output, or that line deleted, so that nothing reads the output.
 
     x <- Norm(x + Attention(x)),  x <- Norm(x + MLP(x))                                          (1)
 
-stacks: x <- x + W_2 act(W_1 Norm(x)), which predicts a byte from the 8 before it. walk prints the
-variance of each layer's activations, and of their gradients, before training.
+stacks: x <- x + W_2 act(W_1 Norm(x)) predicts a byte from the 8 before it. A and B have no norm and
+no skip. walk measures the variance of activations and gradients before training.
 
-A run is a line in results/classroom.jsonl with its settings, its curve and what was measured. It is
-not repeated.
+Each run is one line in results/classroom.jsonl with settings, curve and measurements. It is not
+repeated.
 """
 
 import math
@@ -39,7 +39,7 @@ data_dir = "data/python"  # folder with shards of bytes
 steps = 46500  # of the transformer
 stack_steps = 1000  # of a stack
 seed = 1  # seed of the weights and of the data
-name = "classroom"  # of the file in results
+name = "classroom"  # name of the file in results/
 
 
 def batches(context, size):
@@ -88,7 +88,7 @@ SKIPS = ("x + output", "output", "deleted")
 
 
 class CharTransformer(nn.Module):
-    """Eq. 1, with the starts that torch gives its modules."""
+    """Eq. 1, with torch's default initialisation."""
 
     def __init__(self, skip, width=64, heads=2, context=64):
         super().__init__()
@@ -118,7 +118,7 @@ class CharTransformer(nn.Module):
 
 
 def characters():
-    """A table (257,) from bytes to the 64 most frequent ones, and 64 for all others."""
+    """A table (257,): bytes to ids 0-63 for the 64 most frequent, and 64 for the rest."""
     tokens = Windows(data_dir, "train", 1).shards[0]
     table = torch.full((257,), CHARACTERS - 1)
     table[np.bincount(tokens, minlength=257).argsort()[::-1][: CHARACTERS - 1].copy()] = (
@@ -140,7 +140,7 @@ def transformer():
         return curve(losses) | {"gradients": norms}
 
     print(
-        "| behind attention | rate | last loss | parameters without a gradient |\n|---|---|---|---|"
+        "| after attention | rate | last loss | parameters without a gradient |\n|---|---|---|---|"
     )
     for skip in SKIPS:
         for rate in (1e-3, 3e-4):

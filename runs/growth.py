@@ -4,9 +4,9 @@ floor. Needs a quiet machine.
 
     python runs/growth.py    writes results/speed/growth.json, and growth.png in the same folder
 
-The floor is the time of the products, at the rate of a large one, and of the fewest bytes, at the
-rate of a copy: 28 per parameter for the gradient and AdamW, and 16 passes over the stream per
-block. A first step includes compilation, with nothing compiled before.
+The floor estimates the least time of a step: its FLOPs at the speed of a large matmul, plus its
+memory traffic at the speed of a copy. The traffic is 28 bytes per parameter (gradient, AdamW) and
+16 passes over the stream per block. The first step includes compilation, from an empty cache.
 """
 
 import json
@@ -37,7 +37,7 @@ PATH = os.path.join(ROOT, "results", "speed", "growth.json")
 
 
 def measure(config, copy, matmul):
-    """{mode: seconds of the first step, of a later one, and that over the floor}"""
+    """{mode: {first: seconds of the first step, step: of a later one, over_floor: step / floor}}"""
     bench.batch_size = TOKENS // config.block_size
     steps, first, report = {}, {}, {}
     for mode in MODES:

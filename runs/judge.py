@@ -6,17 +6,17 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
     python runs/judge.py config/gpt2_124m.py --residual=nag    at another scale, on GPUs
     python runs/judge.py --residual=nag --rehearse=True        all of it at toy size, in a minute
 
-1. Tune both modes alike: seed 0, a quarter of the steps, one half of the validation split. The
-   learning rate first, on a grid that grows until its best is inside; at the best rate, where
-   output projections start; then the learning rate of the gates, and that of the embeddings.
-2. Train both with fresh seeds and all steps. The other half of the validation split counts.
-3. Differences are paired by seed, with a 95% interval (t over pairs). A verdict needs an interval
-   that leaves out 0.
-4. At equal time: a step of each is timed, in turn, and the baseline is also trained for fewer and
-   more steps, which tells its loss after the time that the mode takes.
+1. Tune both modes alike: seed 0, a quarter of the steps, half of the validation split. Tune the
+   learning rate first, and extend its grid while the best value is at an edge. Then tune the
+   initialisation of the output projections, the gates' learning rate and the embeddings' rate.
+2. Train both with new seeds for all steps. Evaluate on the other half of the validation split.
+3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
+   "undecided".
+4. For equal time, steps of each mode are timed in turn. The baseline is also trained for fewer and
+   more steps, to estimate its loss after the time that the mode takes.
 
-Finished runs are in results/judge.jsonl, and are not repeated: neither here, if the command starts
-again, nor for the next mode. Other arguments are config files and settings of train.py.
+Finished runs are in results/judge.jsonl. They are not repeated when you restart the command or
+judge another mode. Other arguments are config files and settings of train.py.
 """
 
 import math
@@ -39,14 +39,14 @@ baseline = "prenorm"  # the mode to compare with
 seeds = 3  # seeds of the final runs: 1, 2, ...
 tune_share = 0.25  # length of a tuning run, as a share of the whole
 rehearse = False  # all of it at toy size
-name = "judge"  # of the file in results
+name = "judge"  # name of the file in results/
 
 OWN = ("residual", "baseline", "seeds", "tune_share", "rehearse", "name")
 SCALE = str(ROOT / "config" / "judge_8x64.py")
 TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048 --log_interval=4"
 TOY += " --compile=False"
 RATES = (4e-3, 8e-3, 1.6e-2)
-LENGTHS = (0.7, 1.4, 2.0)  # of the baseline, as shares of the whole: for equal times
+LENGTHS = (0.7, 1.4, 2.0)  # lengths of extra baseline runs, as shares of the whole
 TUNED = ("learning_rate", "init_out", "gate_lr", "embed_lr")
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
 LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
@@ -78,7 +78,7 @@ def best(choices, scale, mode, progress):
 
 
 def tune(scale, mode, progress):
-    """One setting after the other: {setting: its best value}."""
+    """Tune one setting at a time. Returns {setting: best value}."""
     find = partial(best, scale=scale, mode=mode, progress=progress)
     rates, chosen = list(RATES), None
     while chosen is None or (chosen["learning_rate"] in (rates[0], rates[-1]) and len(rates) < 7):
@@ -99,7 +99,7 @@ def shape_of(scale):
 
 
 def other_starts(scale, mode):
-    """Starts of the output projections that a mode allows, without its default."""
+    """Initialisations of the output projections that the mode allows, except its default."""
     for start in ("scaled", "plain", "zero"):
         try:
             with torch.device("meta"):
@@ -142,7 +142,7 @@ def row(mode, choice, lines, ratio, lengths):
     ours, theirs = ([line["loss"] for line in each] for each in lines)
     if None in ours:
         return f"| {mode} | {ours.count(None)} of {len(ours)} runs diverged | | | | | | |"
-    gain = at_length(ratio, lengths) - lengths[1.0]  # of the baseline, in the mode's time
+    gain = at_length(ratio, lengths) - lengths[1.0]  # change of the baseline's loss in that time
     at_tokens, at_time = paired(ours, theirs), paired(ours, [loss + gain for loss in theirs])
     tuned = " ".join(f"{k}={v:g}" if type(v) is float else f"{k}={v}" for k, v in choice.items())
     cells = [mode, f"{statistics.mean(ours):.4f}"]
@@ -152,8 +152,8 @@ def row(mode, choice, lines, ratio, lengths):
 
 
 def head():
-    cells = ("mode", "loss", "difference", "verdict", "time of a step", "difference at equal time",
-             "verdict at equal time", "tuned")  # fmt: skip
+    cells = ("mode", "loss", "difference", "verdict", "step time / pre-norm's")
+    cells += ("difference at equal time", "verdict at equal time", "tuned")
     return f"| {' | '.join(cells)} |\n{'|---' * len(cells)}|"
 
 

@@ -1,14 +1,14 @@
 """
-Does a lead over pre-norm last? Against the number of tokens, against depth, and for changes of NAG.
+Does a mode's lead over pre-norm last with more tokens or blocks? Which parts of NAG matter?
 
     python runs/lead.py tokens    8 blocks of width 64, 1 to 16 MB: 2.5 to 40 bytes per parameter
     python runs/lead.py blocks    4 to 64 blocks of width 64, 4 MB
     python runs/lead.py nag       NAG with one part changed, 4 and 16 MB
 
-Every mode has the settings that runs/judge.py found for it, and is tuned first if it has none. At
-another depth the learning rate is checked once: the tuned rate against half of it. Each length is a
-run of its own, with the schedule that its length asks for. Differences are paired by seed, with 95%
-intervals. Finished runs are in results/lead.jsonl, and are not repeated.
+Each mode uses the settings that runs/judge.py found for it, and is tuned first if there are none.
+At other depths, the tuned learning rate is compared once with half of it. Each length is a separate
+run with its own schedule. Differences are paired by seed, with 95% intervals. Finished runs are in
+results/lead.jsonl, and are not repeated.
 """
 
 import statistics
@@ -18,7 +18,7 @@ import judge
 import study
 from study import paired
 
-SEEDS = (11, 12, 13)  # not those that the modes were picked on
+SEEDS = (11, 12, 13)  # new: judge.py tuned on 0 and judged on 1, 2, ...
 NAG = {
     "nag": {},
     "gates at a quarter of the rate": {"gate_lr": 0.25},  # times the learning rate
@@ -31,7 +31,7 @@ NAG = {
     "not centred": {"nag_centre": False},
     "no norm lane": {"nag_lane": False},
 }
-PLANS = {  # (changes by name and mode, the setting that varies, its values)
+PLANS = {  # ({name: changes of NAG, or None: the mode itself}, what varies, its values)
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "orthogonal", "ngpt")),
                "max_iters", (1000, 2000, 4000, 8000, 16000)),
     "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 8, 16, 32, 64)),

@@ -1,22 +1,23 @@
 """
-The skip oracle: what does the loss lose if one token skips one sublayer, and which score knows?
+The skip oracle: how much does the loss rise if one token skips one sublayer, and which score
+predicts it?
 
     python runs/oracle.py --out_dir=out/default    about 4,000 tokens; writes OUT_DIR/oracle.json
 
-For a trained model without a mixture of depths. The rise of a token and a sublayer is the loss of
-the whole sequence when this token alone skips this sublayer alone, minus the loss when none does.
-As in mod.py, other tokens still attend to its keys and values. A router should skip the lowest
-rises. Scores that could rank them, computed before the sublayer (the first two) or after it:
+For a trained model without a mixture of depths. The rise of a token at a sublayer is the rise of
+the whole sequence's loss when only this token skips only this sublayer. As in mod.py, other tokens
+still attend to its keys and values. A router should skip the tokens with the lowest rises. Scores
+that could rank them, computed before the sublayer (the first two) or after it:
 
     turn       NAG's a, the router of its mixture of depths
-    probe      a linear function of the sublayer's input, fitted to the rises of half of the text:
-               the best that a learned router of this form can do
+    probe      a linear function of the sublayer's input, fitted to the ranks of the rises on half
+               of the text: what a learned router of this form can do
     update     |new - old| / |old| of the stream
     angle      between the old and the new stream
     random
 
-Measured on the other half, for each sublayer: the rank correlation of score and rise, and the
-regret at `rate`: the mean rise of the tokens that the score skips, minus that of the lowest rises.
+On the other half, for each sublayer: the rank correlation of score and rise, and the regret at
+`rate`: the mean rise of the tokens that the score skips, minus the lowest possible mean.
 """
 
 import os

@@ -1,11 +1,12 @@
 """
-train.py's default recipe, one change at a time: is each part worth its place?
+train.py's default recipe, one change at a time: does each part help?
 
     python runs/recipe.py    trains what results/recipe.jsonl lacks, then prints a table
 
-Compared at equal time: a change whose steps take 1.1 times as long meets the recipe after 1.1 times
-as many steps. The recipe itself is trained at several lengths, for that. At the end, steps of all
-are timed in turn: keep the machine quiet then. Differences are paired by seed, with 95% intervals.
+Comparisons are at equal time: if a changed run takes 1.1 times as long, its loss is compared with
+the recipe's after 1.1 times as many steps. The recipe is trained at several lengths for this. At
+the end, steps of all are timed in turn: keep the machine quiet. Differences are paired by seed,
+with 95% intervals.
 """
 
 import statistics
@@ -51,10 +52,10 @@ def settings(change, seed):
 
 
 def rows(lines_of, measure=True):
-    """(change, mean loss, time of the run v. the recipe's, difference, half its interval)
+    """(change, mean loss, run time / the recipe's, difference, half the width of its interval)
 
-    lines_of is study.run, which trains what is missing, or study.find: then only what is complete.
-    measure=False: only changes whose steps have been timed.
+    lines_of: study.run trains missing runs; study.find uses only finished ones. measure=False: only
+    changes whose steps have been timed.
     """
     variants = {RECIPE: {}, **LENGTHS, **CHANGES}
     runs = [(name, settings(change, s)) for name, change in variants.items() for s in SEEDS]

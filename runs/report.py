@@ -56,8 +56,8 @@ def the_recipe():
     steps, size, whole = default_run()
     ends = f"`python train.py` with its defaults ends at {whole:.4f} nats per byte, on the whole validation split, "
     ends += f"after {steps:,} steps of {size:,} bytes (`results/default`)."
-    beside = "Beside nanochat's model and optimizer on the same machine and shards, with nanochat's own learning rates "
-    beside += "(one run each; the time is that of training steps without the first three):"
+    beside = "nanochat's model and optimizer (with its own learning rates) against ours, on the same machine and "
+    beside += "shards. One run each; the time counts training steps after the first three."
     text = f"## The default recipe\n\n{wrap(ends)}\n\n{wrap(beside)}\n\n"
     rows = []
     for path in sorted(SPEED.glob("nanochat_*.txt")):
@@ -67,12 +67,13 @@ def the_recipe():
             (shape, f"{loss} after {n} steps, {seconds} s", at, difference, f"{end}, {last} s")
         )
     text += table(
-        ("blocks x width", "nanochat", "ours then", "difference", "ours at its end"), rows
+        ("blocks x width", "nanochat", "ours at the same time", "difference", "ours at the end"),
+        rows,
     )
     parts = f"Each part of the recipe, changed alone: {recipe.COMMON['max_iters']} steps of {size:,} bytes, "
     parts += f"{len(recipe.SEEDS)} seeds, paired by seed, with 95% intervals. Above 0 the change is worse. The time is "
-    parts += "that of a whole run over the recipe's. At equal time, the recipe gets as many steps as the change has "
-    parts += "time for. The validation loss is that of 262,144 bytes."
+    parts += "the changed run's time divided by the recipe's. The last column compares the change with the recipe "
+    parts += f"trained for the same time. The loss is on {recipe.COMMON['eval_tokens']:,} bytes of validation text."
     text += f"\n{wrap(parts)}\n\n```sh\npython runs/recipe.py\n```\n\n"
     rows = []
     for name, loss, time, difference, half in recipe.rows(find, measure=False):
@@ -129,7 +130,7 @@ def figure(path):
     axes.errorbar(differences, range(len(rows)), xerr=halves, fmt="o", color="C0", capsize=2)
     axes.axvline(0, color="0.7", lw=1)
     axes.set_yticks(range(len(rows)), names)
-    axes.set(xlabel="validation loss after as much time as the recipe, minus the recipe's")
+    axes.set(xlabel="validation loss minus the recipe's, at equal time")
     figure.savefig(path, dpi=150, metadata={"Software": None})
     plt.close(figure)
 
@@ -139,7 +140,7 @@ def figure(path):
 
 
 class Earlier:
-    """Runs of 0.06 to 5 tokens per parameter, before the protocol of runs/judge.py."""
+    """Runs of 0.06 to 5 bytes per parameter, before the protocol of runs/judge.py."""
 
     def __init__(self):
         self.lines = read("earlier")
@@ -175,21 +176,21 @@ def earlier():
     rows = [
         ("Without a skip connection nothing is learned beyond the frequency of bytes",
          f"none {e.mean('additive', 'none')}, pre-norm {e.mean('additive', 'prenorm')}"),
-        ("NAG's lead over pre-norm after 500 steps grows from 8 to 16 blocks, and not from 16 to 32",
+        ("NAG's lead over pre-norm after 500 steps grows from 8 to 16 blocks, but not from 16 to 32",
          ", ".join(f"{n} blocks {e.gap('nag_depth', f'nag_{n}', f'prenorm_{n}')}" for n in (8, 16, 32))),
-        ("NAG's rotation alone gives half of that lead; the other parts are within the noise",
+        ("After 250 steps, NAG's rotation alone gives almost half of NAG's lead; each other part is within the noise",
          f"rotation alone against pre-norm {e.gap(ladder, 'rotation_only', 'prenorm')}, "
          f"the modulator {e.gap(ladder, 'and_modulated', 'and_centred')}, "
          f"centring {e.gap(ladder, 'and_centred', 'rotation_only')}, "
-         f"the lane {e.gap(ladder, 'nag', 'and_modulated')}"),
+         f"the norm lane {e.gap(ladder, 'nag', 'and_modulated')}"),
         ("Orthogonal updates do not visibly help NAG",
          f"without them {e.gap(ladder, 'nag_not_orthogonal', 'nag')}"),
-        ("NAG fails if alpha starts at 1 in each sublayer, and with the public replication's logits / d",
+        ("NAG fails if alpha starts at 1 in every sublayer, and if logits are divided by d as in the public replication",
          f"{e.mean(ladder, 'nag_alpha_0')} and {e.mean(ladder, 'replication')}; NAG {e.mean(ladder, 'nag')}"),
         ("BHyT as published is worse than pre-norm, because its sublayers read small inputs",
          f"BHyT {e.gap(norms, 'bhyt', 'prenorm')}; with gains that give outputs of variance 1 "
          f"{e.gap(norms, 'bhyt_unit', 'prenorm')}"),
-        ("Predicting BHyT's second variance costs nothing that these runs could see",
+        ("Predicting BHyT's second variance has no cost visible in these runs",
          f"predicted against exact {e.gap(norms, 'bhyt', 'bhyt_exact')}; with pre-norm "
          f"{e.gap(norms, 'prenorm_approx', 'prenorm')}"),
         ("BHyT's loss varies least over learning rates from 0.001 to 0.03",
@@ -198,11 +199,11 @@ def earlier():
          f"NAG's router {e.gap(table_of_mod, 'nag_0.2', 'dense')}, without its fallback "
          f"{e.gap(table_of_mod, 'no_fallback_0.2', 'dense')}, a learned router "
          f"{e.gap(table_of_mod, 'learned_0.2', 'dense')}, random {e.gap(table_of_mod, 'random_0.2', 'dense')}"),
-        ("Skipping 40% of the MLPs costs nothing that these runs could see",
+        ("Skipping 40% of the MLPs has no cost visible in these runs",
          f"learned {e.gap(table_of_mod, 'learned_mlp_0.4', 'dense')}"),
         ("At equal FLOPs, a mixture of depths gains as much as fewer blocks do",
          f"rate 0.4 {e.gap('isoflop', 'rate_0.4', 'dense')}, 6 blocks {e.gap('isoflop', 'dense_6_blocks', 'dense')}"),
-        ("With experts, NAG leads in wide and in deep shapes (width over depth of 80 and of 20)",
+        ("With experts, NAG leads in wide and in deep shapes (width / depth of 80 and 20)",
          f"{e.gap('moe_ratio', 'nag_80', 'prenorm_80')} and {e.gap('moe_ratio', 'nag_20', 'prenorm_20')}"),
     ]  # fmt: skip
     text = """## Earlier, shorter runs
@@ -227,7 +228,7 @@ def rivals():
     text = """## Every mode once
 
 8 blocks of width 64, 1,000 steps of 2,048 bytes, one seed, with the AdamW recipe of `config/plain.py`. This shows that
-no mode is broken, and not which one is better.
+no mode is broken, but not which one is better.
 
 """
     text += table(("mode", *(f"rate {rate:g}" for rate in rates)), rows)
@@ -235,8 +236,8 @@ no mode is broken, and not which one is better.
         text
         + """
 - Without a skip connection, nothing is learned beyond the frequency of bytes.
-- BHyT is behind because its sublayers read small inputs: see the next table.
-- DyT has its authors' initial values for a 1B model, which they tune for each width and depth. We did not.
+- BHyT has higher losses because its sublayers read small inputs: see the next table.
+- DyT uses its authors' initial values for a 1B model. They tune these for each width and depth; we did not.
 """
     )
 
@@ -249,13 +250,13 @@ BENCHES = (  # (file, command, what it shows)
      "A training step of the default model, part by part, and with NAG"),
     ("rivals_12x512_cpu", "config/plain.py --what=train --modes=prenorm,attnres,ngpt,x0mix,rezero,mixln,deepnorm "
      "--n_layer=12 --n_head=8 --n_embd=512 --batch_size=4 --rounds=5",
-     "A training step of the rivals, 12 blocks of width 512"),
+     "A training step of other modes, 12 blocks of width 512"),
     ("streams_12x512_cpu", "config/plain.py --what=train --modes=prenorm,mhc,hc,attnres_block --n_layer=12 "
      "--n_head=8 --n_embd=512 --batch_size=4 --rounds=7",
      "The modes with several streams, 12 blocks of width 512"),
     ("rivals_8x128_cpu", "config/plain.py --what=train "
      "--modes=prenorm,prenorm,mhc,hc,attnres_block,ngpt,x0mix,rezero,mixln,deepnorm --rounds=9",
-     "The rivals, 8 blocks of width 128"),
+     "Other modes, 8 blocks of width 128"),
     ("train_12x512_cpu", "config/plain.py --what=train --modes=prenorm,prenorm,nag,bhyt,perinorm --n_layer=12 "
      "--n_head=8 --n_embd=512 --block_size=512 --init_scale=0.03 --rounds=9",
      "NAG and BHyT, 12 blocks of width 512, context 512"),
@@ -286,8 +287,8 @@ def ratios(report):
 def speed():
     text = """## Speed
 
-Medians, and ratios to the first candidate of the same run with quartiles over rounds in changing order. All on 2 CPU
-cores with AVX512-bf16 and no AMX. Compare ratios between tables, not times.
+We give the median time, and the ratio to the first candidate of the same run (median, and quartiles over rounds in
+changing order). All ran on 2 CPU cores with AVX512-bf16 and no AMX. Across tables, compare only ratios.
 
 """
     for name, command, title in BENCHES:
@@ -309,11 +310,14 @@ def first_page():
     _, _, whole = default_run()
     (_, theirs, n, seconds), _, (ours, _) = race(SPEED / "nanochat_8x128.txt")
     found = {name: plus_minus(*of) for name, _, _, *of in recipe.rows(find, measure=False)}
-    text = f"`make train` reaches {whole:.3f} nats per byte. When nanochat's model and optimizer have {theirs}, after "
-    text += f"{n} steps and {seconds} s, it has {ours}. In the figure, a change above 0 makes the recipe worse. "
-    text += f"NAG against pre-norm at equal time is {found['nag']} after 800 steps, and {found['nag, 1,200 steps']} "
-    text += "after 1,200. [RESULTS.md](RESULTS.md) has all results. The models are tiny, and saw about one byte per "
-    text += "parameter."
+    text = f"`make train` reaches {whole:.3f} nats per byte. In {seconds} s, nanochat's model and optimizer reach {theirs} "
+    text += f"and ours {ours} (one run each, same machine). In the figure, changes above 0 make the recipe worse (3 seeds, "
+    text += (
+        f"95% intervals). At equal time, NAG minus pre-norm is {found['nag']} after 800 steps and "
+    )
+    text += f"{found['nag, 1,200 steps']} after 1,200; below 0, NAG is better. No other mode has been compared at this "
+    text += "length yet with more than one seed. The models are tiny and saw about one byte per parameter, so take "
+    text += "this as a hint for larger ones. [RESULTS.md](RESULTS.md) has all results."
     return f"![What each part of the default recipe is worth](results/recipe.png)\n\n{wrap(text)}\n"
 
 
@@ -326,8 +330,8 @@ def readme(text):
 
 INTRO = """# Results
 
-`python runs/report.py` writes this page from the files in `results/`; it has no number that was typed by hand, except
-quoted published ones. Losses are in nats per byte on validation text.
+`python runs/report.py` writes this page from the files in `results/`. No number was typed by hand, except quoted
+published ones. Losses are in nats per byte on validation text.
 
 """
 

@@ -1,14 +1,14 @@
 """
 Train the runs of a study and keep one line of results for each, in results/STUDY.jsonl.
 
-A run is a dict of the settings of train.py that differ from its defaults. A finished run is not
-repeated if its line has the same settings, data and kind of machine. A killed run goes on where it
-was. One run per core trains at a time, with one thread each; on GPUs, one per GPU.
+A run is a dict of the settings of train.py that differ from its defaults. A run is skipped if a
+line has its settings, data and kind of machine. A killed run resumes where it stopped. Each CPU
+core trains one run at a time, with one thread. Each GPU trains one run at a time.
 
 A line has: key, a hash of all settings that change the result; settings; loss, the last
 validation loss (null if the run diverged); curve, [step, mean training loss since the last point];
-step_s, the median seconds of a step beside the other runs; where it ran; and what eval.py measured,
-if it was asked for.
+step_s, the median seconds of a step while other runs train alongside; where it ran; and what
+eval.py measured, if it was asked for.
 """
 
 import fcntl
@@ -45,9 +45,17 @@ OF_PLACE = set(
     "data_dir out_dir init_from log_interval save_interval keep_interval save_best wandb_log "
     "wandb_project device loss_chunk recompute shard log_grad_norms".split()
 )
-POINTS = 40  # of a curve, at most
-ROUNDS = 15  # of a race
-DEPTH = ("norm", "rotation", "update", "max/rms", "sink", "dropped", "a")  # what a line keeps
+POINTS = 40  # most points per curve
+ROUNDS = 15  # rounds per race
+DEPTH = (
+    "norm",
+    "rotation",
+    "update",
+    "max/rms",
+    "sink",
+    "dropped",
+    "a",
+)  # keys of eval.json that a line keeps
 
 
 def parse(argv):
@@ -86,7 +94,7 @@ def place(settings):
 
 
 def name_of(line):
-    """Two lines of one name are the same run."""
+    """Lines with equal names are results of the same run."""
     return line["key"], line["data"], line["computes"]
 
 
@@ -96,7 +104,7 @@ def path_of(study):
 
 
 def read(study):
-    """The lines of a study. A line that a kill has cut is left out."""
+    """The lines of a study. Skips a line that a kill has cut."""
     path = path_of(study)
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
@@ -180,7 +188,7 @@ def train(settings, device, folder, look):
 
 @cache
 def devices():
-    """The devices that train at a time. On CPUs a core counts as one."""
+    """The devices that train in parallel. Each CPU core counts as one."""
     kind = pick_device(DEFAULTS["device"]).type
     if kind == "cuda":
         return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
@@ -189,7 +197,7 @@ def devices():
 
 @cache
 def free_devices():
-    """A queue that all threads of this process take devices from, and give them back to."""
+    """A queue of free devices, shared by all threads of this process."""
     queue = SimpleQueue()
     for device in devices():
         queue.put(device)
@@ -217,10 +225,10 @@ def cost(settings):
 
 
 def run(study, runs, look=(), keep=False, progress=None):
-    """Train the runs that have no result yet. Returns the lines of all, in the order of runs.
+    """Train the runs that have no result yet. Returns one line per run, in the order of runs.
 
-    look: arguments of eval.py. keep: leave the checkpoints, in out/study/KEY. progress: of a larger
-    plan that these runs are part of.
+    look: arguments of eval.py. keep: leave the checkpoints, in out/study/KEY. progress: the
+    Progress of a larger plan that includes these runs.
     """
     lines = {name_of(line): line for line in read(study) if "key" in line}
     wanted = [name_of({"key": key(settings)} | place(settings)) for settings in runs]
@@ -247,9 +255,7 @@ def find(study, runs):
     """The lines of runs, in their order; None for those that have not finished. Trains nothing."""
     lines = [line for line in read(study) if "key" in line]
     if len({name_of(line)[1:] for line in lines}) > 1:
-        raise SystemExit(
-            f"{study}: its runs have different data, or machines that compute otherwise"
-        )
+        raise SystemExit(f"{study}: its runs have different data, devices, dtypes or compilation")
     by_key = {line["key"]: line for line in lines}
     return [by_key.get(key(settings)) for settings in runs]
 
@@ -286,10 +292,11 @@ def locked(study, name, settings, device, look, keep):
 
 
 def race(study, runs, measure=True):
-    """{name: quartiles of the seconds per token, over those of the first}. runs: {name: settings}
+    """Time runs against the first. runs: {name: settings}. Returns {name: quartiles of the ratio}.
 
-    Steps of all run in turn in this process, on an otherwise quiet machine. Kept as lines with
-    "race", the keys of the first and of the other, and "ratio". measure=False: only those kept.
+    The ratio is seconds per token over the first run's. Steps are timed in turn in this process;
+    keep the machine quiet. Results are kept as lines with "race", both keys, and "ratio".
+    measure=False: return only kept results.
     """
     names = [key(settings) for settings in runs.values()]
     known = {tuple(line["race"]): line["ratio"] for line in read(study) if "race" in line}
