@@ -145,16 +145,21 @@ class Router(nn.Module):
         if self.v is not None:  # fallback: a skipping token has the same a, but rotates towards v
             return residual.write(stream, torch.where(runs, f, self.v.to(f.dtype)), scale, **known)
         new = residual.write(stream, f, scale * q if self.learned else scale, **known)
-        if hasattr(residual, "skip"):  # a mode with more state than x and lane
-            return residual.skip(stream, new, runs)
-        lane = None if new.lane is None else torch.where(runs, new.lane, stream.lane)
-        return new.replace(x=torch.where(runs, new.x.to(stream.x.dtype), stream.x), lane=lane)
+        return skip(residual, stream, new, runs)
 
     @torch.no_grad()
     def count(self, q):
         """Add scores to the histogram of this rank."""
         bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
         self.fresh.index_add_(0, bins, torch.ones_like(bins))
+
+
+def skip(residual, stream, new, runs):
+    """new for the tokens that run (B, T, 1), and stream for those that skip."""
+    if hasattr(residual, "skip"):  # a mode with more state than x and lane
+        return residual.skip(stream, new, runs)
+    lane = None if new.lane is None else torch.where(runs, new.lane, stream.lane)
+    return new.replace(x=torch.where(runs, new.x.to(stream.x.dtype), stream.x), lane=lane)
 
 
 def check(config, residual):

@@ -5,7 +5,7 @@ import math
 import os
 import statistics
 import sys
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +19,8 @@ import oracle
 import report
 import study
 
+import mod
+
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
@@ -27,6 +29,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "data_hash", lambda data_dir: "data")
     monkeypatch.setattr(study, "devices", lambda: ["cpu", "cpu"])
     study.free_devices.cache_clear()
+    study.stopped.clear()
     yield tmp_path
     study.free_devices.cache_clear()
 
@@ -34,10 +37,10 @@ def place(tmp_path, monkeypatch):
 def trainer(loss_of, trained):
     """Replaces study.train; the loss is loss_of(all settings)."""
 
-    def train(settings, device, folder, look):
+    def train(settings, device, folder, look, lock):
         trained.append(settings)
         full = study.DEFAULTS | settings
-        return {"loss": loss_of(full), "steps": full["max_iters"], "step_s": 0.1}
+        return {"loss": loss_of(full), "steps": full["max_iters"], "params": 1000}
 
     return train
 
@@ -66,6 +69,31 @@ def test_a_line_that_was_cut_is_trained_again(place, monkeypatch):
     study.run("toy", [{"seed": 1}, {"seed": 2}])
     assert len(trained) == 3
     assert len(study.read("toy")) == 2
+
+
+def test_no_run_starts_after_one_has_failed(place, monkeypatch):
+    trained = []
+
+    def fail(settings, device, folder, look, lock):
+        trained.append(settings)
+        raise SystemExit("did not finish")
+
+    monkeypatch.setattr(study, "train", fail)
+    monkeypatch.setattr(study, "devices", lambda: ["cpu"])
+    study.free_devices.cache_clear()
+    with pytest.raises(SystemExit, match="did not finish"):
+        study.run("toy", [{"seed": seed} for seed in range(5)])
+    assert len(trained) == 1 and not study.read("toy")
+
+
+def test_a_new_setting_that_is_off_does_not_rename_a_run(monkeypatch):
+    before = study.key({"seed": 1})
+    monkeypatch.setitem(study.DEFAULTS, "a_new_setting", None)
+    assert study.key({"seed": 1}) == before
+    assert study.key({"seed": 1, "a_new_setting": 2}) != before
+    assert study.key({"seed": 1, "warmup_iters": 0}) != before  # 0 is not None
+    with pytest.raises(SystemExit, match="device: a study sets this"):
+        study.parse(["--device=cpu"])
 
 
 def test_runs_on_other_data_are_other_runs(place, monkeypatch):
@@ -106,11 +134,12 @@ def test_intervals_and_interpolation():
     differences = [-0.5, -0.1, -0.2]
     assert mean == pytest.approx(statistics.mean(differences))
     assert half == pytest.approx(4.303 * statistics.stdev(differences) / math.sqrt(3))
-    by_length = {100: 3.0, 200: 2.0, 800: 1.0}
-    assert study.at_length(200, by_length) == pytest.approx(2)
-    assert study.at_length(400, by_length) == pytest.approx(1.5)
-    assert study.at_length(1600, by_length) == pytest.approx(0.5)
-    assert study.at_length(50, by_length) == pytest.approx(4)
+    parabola = lambda length: 3 - math.log(length) + 0.1 * math.log(length) ** 2
+    by_length = {length: parabola(length) for length in (100, 200, 800, 3000)}
+    for length in (100, 150, 400, 3000):
+        assert study.at_length(length, by_length) == pytest.approx(parabola(length))
+    with pytest.raises(ValueError, match="not between those trained"):
+        study.at_length(99, by_length)
 
 
 @cases("gain, ratio, words", [
@@ -147,34 +176,40 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     rows = [line.split(" | ") for line in lines if line.startswith("| nag")]
     assert rows[0] == rows[1]
     row = rows[0]
-    assert (row[3], row[6]) == words
-    assert float(row[2].split()[0]) == pytest.approx(-gain, abs=2e-3)
-    assert float(row[5].split()[0]) == pytest.approx(-gain + 0.2 * math.log(ratio), abs=2e-3)
-    assert row[7] == "learning_rate=0.032 init_out=zero gate_lr=0.128 embed_lr=0.025 |"
+    assert (row[4], row[7]) == words
+    assert float(row[3].split()[0]) == pytest.approx(-gain, abs=2e-3)
+    assert float(row[6].split()[0]) == pytest.approx(-gain + 0.2 * math.log(ratio), abs=2e-3)
+    assert row[8] == "learning_rate=0.032 init_out=zero gate_lr=0.128 embed_lr=0.025 |"
     keys = [line["key"] for line in study.read("judge") if "key" in line]
     assert len(keys) == len(set(keys)) == len(trained)
     assert {s["seed"] for s in trained if s["val_part"] == "tune"} == {0}
     assert {s["seed"] for s in trained if s["val_part"] == "report"} == {1, 2, 3}
 
 
-def gated(write, gate, stream, f, scale):
-    return write(stream, f, gate * scale)
+def skipping(model, layer, token):
+    """Give one sublayer a router that only this token does not pass."""
+    block, runs = model.blocks[layer // 2], torch.arange(32) != token
+    name = "mlp_router" if layer % 2 else "attn_router"
+
+    def route(run, residual, h, stream, scale):
+        return mod.Router.write(router, residual, run(h), runs[:, None], 1, stream, scale, None)
+
+    router = SimpleNamespace(v=None, learned=False)
+    setattr(block, name, route)
+    return block, name
 
 
-@cases("mode", ["prenorm", "nag", "lns"])
-def test_the_oracle_equals_a_forward_in_which_one_token_skips_one_sublayer(mode, monkeypatch):
+@cases("mode", ["prenorm", "nag", "postnorm", "mixln", "x0mix"])
+def test_the_oracle_equals_a_forward_in_which_one_token_skips_one_sublayer(mode):
     model, idx = shaken(tiny(residual=mode, **EXTRAS)).eval(), some_ids()[:1]
     y = idx.roll(-1, 1)
     rises, seen = oracle.look(model, idx, y)
     loss = lambda: F.cross_entropy(model(idx)[0][0], y[0], reduction="sum").item()
     whole = loss()
     for layer, token in ((0, 0), (1, 5), (2, 30), (3, 31)):
-        block = model.blocks[layer // 2]
-        residual = block.mlp_residual if layer % 2 else block.attn_residual
-        gate = (torch.arange(idx.size(1)) != token).float()[:, None]
-        with monkeypatch.context() as patch:
-            patch.setattr(residual, "write", partial(gated, residual.write, gate))
-            rise = loss() - whole
+        block, name = skipping(model, layer, token)
+        rise = loss() - whole
+        setattr(block, name, None)
         assert rises[layer, token].item() == pytest.approx(rise, abs=2e-3)
     assert seen["input"].shape == (4, idx.size(1), model.config.n_embd)
 

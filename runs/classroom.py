@@ -24,7 +24,7 @@ import sys
 import numpy as np
 import torch
 import torch.nn.functional as F
-from study import append, read, thinned
+from study import append, data_hash, read, thinned
 from torch import nn
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -65,7 +65,11 @@ def train(model, loss_of, data, rate, steps):
 
 
 def keep(settings, run):
-    """The line of these settings, from the file or from run()."""
+    """The line of these settings on this data, from the file or from run().
+
+    A killed run starts again.
+    """
+    settings = settings | {"data": data_hash(data_dir)}
     for line in read(name):
         if line["settings"] == settings:
             return line
@@ -217,7 +221,8 @@ def stacks():
 
     print("| stack | first loss | last | steps | verdict | expected |\n|---|---|---|---|---|---|")
     for case, (*shape, rate, expected) in STACKS.items():
-        settings = {"what": "stack", "case": case, "steps": stack_steps, "seed": seed}
+        settings = {"what": "stack", "case": case, "shape": [*shape, rate], "steps": stack_steps}
+        settings["seed"] = seed
         line = keep(settings, lambda shape=shape, rate=rate: run(*shape, rate))
         cells = [case, line["first"], line["last"], line["steps"], line["verdict"], expected]
         print(f"| {' | '.join(map(str, cells))} |", flush=True)

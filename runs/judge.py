@@ -46,7 +46,7 @@ SCALE = str(ROOT / "config" / "judge_8x64.py")
 TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048 --log_interval=4"
 TOY += " --compile=False"
 RATES = (4e-3, 8e-3, 1.6e-2)
-LENGTHS = (0.7, 1.4, 2.0)  # lengths of extra baseline runs, as shares of the whole
+LENGTHS = (0.7, 1.4, 2.0, 2.8)  # lengths of extra baseline runs, as shares of the whole
 TUNED = ("learning_rate", "init_out", "gate_lr", "embed_lr")
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
 LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
@@ -56,38 +56,55 @@ LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
 # The runs
 
 
-def short(scale, mode, choice):
-    """The settings of a tuning run."""
-    steps = max(1, round(scale["max_iters"] * tune_share))
-    fixed = {"residual": mode, "seed": 0, "val_part": "tune", "eval_tokens": TUNE_TOKENS}
+def settings(scale, mode, choice, seed, length=1.0):
+    """The settings of a run. Seed 0 tunes."""
+    steps = max(1, round(length * scale["max_iters"]))
+    fixed = {"residual": mode, "seed": seed, "val_part": "report" if seed else "tune"}
+    if not seed:
+        fixed["eval_tokens"] = TUNE_TOKENS
     return scale | fixed | choice | {"max_iters": steps, "eval_interval": steps}
 
 
-def full(scale, mode, choice, seed, length=1.0):
-    """The settings of a final run."""
-    steps = round(length * scale["max_iters"])
-    fixed = {"residual": mode, "seed": seed, "val_part": "report"}
-    return scale | fixed | choice | {"max_iters": steps, "eval_interval": steps}
+def losses(lines):
+    return [math.inf if line["loss"] is None else line["loss"] for line in lines]
 
 
-def best(choices, scale, mode, progress):
+def best(scale, mode, choices, lines_of):
     """The choice with the lowest loss of a tuning run."""
-    lines = study.run(name, [short(scale, mode, each) for each in choices], progress=progress)
-    losses = [math.inf if line["loss"] is None else line["loss"] for line in lines]
-    return choices[losses.index(min(losses))]
+    found = losses(lines_of([settings(scale, mode, each, 0, tune_share) for each in choices]))
+    return choices[found.index(min(found))]
 
 
-def tune(scale, mode, progress):
-    """Tune one setting at a time. Returns {setting: best value}."""
-    find = partial(best, scale=scale, mode=mode, progress=progress)
-    rates, chosen = list(RATES), None
-    while chosen is None or (chosen["learning_rate"] in (rates[0], rates[-1]) and len(rates) < 7):
-        if chosen is not None:
-            lowest = chosen["learning_rate"] == rates[0]
-            rates = [rates[0] / 2, *rates] if lowest else [*rates, rates[-1] * 2]
-        chosen = find([{"learning_rate": rate} for rate in rates])
+def best_rate(scale, mode, choice, rates, lines_of):
+    """The choice with the best learning rate, from a grid that grows until the best is inside.
 
-    chosen = find([chosen, *(chosen | {"init_out": start} for start in other_starts(scale, mode))])
+    A gate_lr keeps its ratio to the learning rate. "edge" is set if 7 rates are not enough.
+    """
+    factor = choice.get("gate_lr", 0.0) / choice.get("learning_rate", 1.0)
+    at = lambda rate: {"learning_rate": rate} | ({"gate_lr": factor * rate} if factor else {})
+    rates = list(rates)
+    while True:
+        found = best(scale, mode, [choice | at(rate) for rate in rates], lines_of)
+        at_edge = found["learning_rate"] in (rates[0], rates[-1])
+        if not at_edge:
+            return found
+        if len(rates) == 7:
+            print(f"{mode}: the best learning rate is at the edge of {rates}", flush=True)
+            return found
+        lowest = found["learning_rate"] == rates[0]
+        rates = [rates[0] / 2, *rates] if lowest else [*rates, rates[-1] * 2]
+
+
+def tune(scale, mode, lines_of):
+    """Tune one setting at a time. Returns {setting: best value}.
+
+    Besides the learning rate: three initialisations of the output projections, three rates of the
+    gates, and two of the embeddings.
+    """
+    find = partial(best, scale, mode, lines_of=lines_of)
+    chosen = best_rate(scale, mode, {}, RATES, lines_of)
+    starts = [chosen | {"init_out": start} for start in other_starts(scale, mode)]
+    chosen = find([chosen, *starts])
     if has_gates(mode):
         gates = [chosen | {"gate_lr": chosen["learning_rate"] * times} for times in (0.25, 4)]
         chosen = find([chosen, *gates])
@@ -115,44 +132,53 @@ def has_gates(mode):
         return bool(GPT(GPTConfig(residual=mode)).param_groups()["gates"])
 
 
-def train(scale, mode, progress):
-    """Tune a mode and train its seeds. Returns (tuned settings, lines)."""
-    choice = tune(scale, mode, progress)
-    runs = [full(scale, mode, choice, seed) for seed in range(1, seeds + 1)]
-    first = study.run(name, runs[:1], LOOK, progress=progress)  # also measured through depth
-    lines = first + study.run(name, runs[1:], progress=progress)
-    if mode == baseline:
-        lengths = [full(scale, mode, choice, 1, length) for length in LENGTHS]
-        study.run(name, lengths, progress=progress)
-    return choice, lines
+def train(scale, mode, lines_of):
+    """Tune a mode and train its seeds. Returns (tuned settings, {length: lines})."""
+    choice = tune(scale, mode, lines_of)
+    at = lambda length: [settings(scale, mode, choice, s, length) for s in range(1, seeds + 1)]
+    first, *others = at(1.0)
+    found = {1.0: lines_of([first], LOOK) + lines_of(others)}  # the first: also through depth
+    for length in LENGTHS if mode == baseline else ():
+        found[length] = lines_of(at(length))
+    return choice, found
 
 
 # ------------------------------------------------------------------------------------------------
 # The verdict
 
 
-def verdict(difference, half):
-    if abs(difference) <= half:
-        return "undecided"
-    return "better" if difference < 0 else "worse"
+def verdict(intervals):
+    """One word for [(difference, half its interval)], if they agree."""
+    words = {"undecided" if abs(d) <= half else "better" if d < 0 else "worse"
+             for d, half in intervals}  # fmt: skip
+    return words.pop() if len(words) == 1 else "undecided"
 
 
-def row(mode, choice, lines, ratio, lengths):
-    """A row of the table. lengths: {share of all steps: loss} of the baseline with seed 1."""
-    ours, theirs = ([line["loss"] for line in each] for each in lines)
-    if None in ours:
-        return f"| {mode} | {ours.count(None)} of {len(ours)} runs diverged | | | | | | |"
-    gain = at_length(ratio, lengths) - lengths[1.0]  # change of the baseline's loss in that time
-    at_tokens, at_time = paired(ours, theirs), paired(ours, [loss + gain for loss in theirs])
+def row(mode, choice, lines, theirs, ratios):
+    """A row of the table. theirs: {length: lines of the baseline}. ratios: quartiles of the time.
+
+    At equal time, the baseline's loss is interpolated for each seed. The verdict must be the same
+    at all three quartiles.
+    """
+    ours = losses(lines)
+    if math.inf in ours:
+        cells = [mode, f"{ours.count(math.inf)} of {len(ours)} runs diverged", *[""] * 7]
+        return f"| {' | '.join(cells)} |"
+    by_length = {length: losses(found) for length, found in theirs.items()}
+    at_steps = paired(ours, by_length[1.0])
+    at_time = []
+    for ratio in ratios:
+        curves = [dict(zip(by_length, of_seed)) for of_seed in zip(*by_length.values())]
+        at_time.append(paired(ours, [at_length(ratio, curve) for curve in curves]))
     tuned = " ".join(f"{k}={v:g}" if type(v) is float else f"{k}={v}" for k, v in choice.items())
-    cells = [mode, f"{statistics.mean(ours):.4f}"]
-    cells += [f"{at_tokens[0]:+.4f} ± {at_tokens[1]:.4f}", verdict(*at_tokens), f"{ratio:.2f}"]
-    cells += [f"{at_time[0]:+.4f} ± {at_time[1]:.4f}", verdict(*at_time), tuned]
+    cells = [mode, f"{lines[0]['params']:,}", f"{statistics.mean(ours):.4f}"]
+    cells += [f"{at_steps[0]:+.4f} ± {at_steps[1]:.4f}", verdict([at_steps]), f"{ratios[1]:.2f}"]
+    cells += [f"{at_time[1][0]:+.4f} ± {at_time[1][1]:.4f}", verdict(at_time), tuned]
     return f"| {' | '.join(cells)} |"
 
 
 def head():
-    cells = ("mode", "loss", "difference", "verdict", "step time / pre-norm's")
+    cells = ("mode", "parameters", "loss", "difference", "verdict", "step time / pre-norm's")
     cells += ("difference at equal time", "verdict at equal time", "tuned")
     return f"| {' | '.join(cells)} |\n{'|---' * len(cells)}|"
 
@@ -164,15 +190,19 @@ def timed(scale, modes):
 
 def plan(scale, modes):
     """A Progress for all runs. Prints how long they will take, from a short run of the baseline."""
-    one = [short(scale, baseline, {})] * 9
-    one += [full(scale, baseline, {}, seed) for seed in range(1, seeds + 1)]
-    finished = sum(study.cost(line["settings"]) for line in study.read(name) if "key" in line)
-    total = sum(map(study.cost, one)) * (1 + len(modes)) * 1.05
-    left = max(total - finished, study.cost(one[0]))
-    steps = left / study.cost(one[0] | {"max_iters": 1})
-    hours = steps * study.probe(one[-1]) / len(study.devices()) / 3600
-    print(f"about {hours:.1f} hours, if all modes are as fast as {baseline}", flush=True)
-    return study.Progress(left)
+    known = {line["key"] for line in study.read(name) if "key" in line}
+    usual = {"learning_rate": RATES[1]}
+    cost = 0
+    for mode in (baseline, *modes):
+        if study.key(settings(scale, mode, usual, 0, tune_share)) not in known:
+            lengths = (1.0, *LENGTHS) if mode == baseline else (1.0,)
+            cost += 9 * study.cost(settings(scale, mode, usual, 0, tune_share))
+            cost += sum(seeds * study.cost(settings(scale, mode, usual, 1, x)) for x in lengths)
+    one = settings(scale, baseline, usual, 1)
+    seconds = cost / study.cost(one | {"max_iters": 1}) * study.probe(one) if cost else 0.0
+    hours = seconds / len(study.devices()) / 3600
+    print(f"about {hours:.1f} hours for new modes that are as fast as {baseline}", flush=True)
+    return study.Progress(cost)
 
 
 def main():
@@ -186,18 +216,21 @@ def main():
     modes = [*RESIDUALS] if residual == "all" else residual.split(",")
     modes = [mode for mode in modes if pick(RESIDUALS, mode, "residual") and mode != baseline]
 
-    progress, everyone = plan(scale, modes), [baseline, *modes]
-    with ThreadPoolExecutor(len(study.devices())) as pool:
-        trained = dict(zip(everyone, pool.map(partial(train, scale, progress=progress), everyone)))
+    if not 2 <= seeds <= 10:
+        raise SystemExit(f"seeds={seeds}: give 2 to 10, for an interval")
 
-    choice, theirs = trained[baseline]
-    more = study.run(name, [full(scale, baseline, choice, 1, length) for length in LENGTHS])
-    lengths = {1.0: theirs[0]["loss"]} | dict(zip(LENGTHS, [line["loss"] for line in more]))
+    progress, everyone = plan(scale, modes), [baseline, *modes]
+
+    def lines_of(runs, look=()):
+        return study.run(name, runs, look, progress=progress)
+
+    with ThreadPoolExecutor(len(study.devices())) as pool:
+        trained = dict(zip(everyone, pool.map(lambda m: train(scale, m, lines_of), everyone)))
     ratios = study.race(name, timed(scale, everyone))
     print(head())
     for mode in modes:
-        choice, ours = trained[mode]
-        print(row(mode, choice, (ours, theirs), ratios[mode][1], lengths))
+        choice, lines = trained[mode]
+        print(row(mode, choice, lines[1.0], trained[baseline][1], ratios[mode]))
 
 
 if __name__ == "__main__":

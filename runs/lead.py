@@ -6,13 +6,14 @@ Does a mode's lead over pre-norm last with more tokens or blocks? Which parts of
     python runs/lead.py nag       NAG with one part changed, 4 and 16 MB
 
 Each mode uses the settings that runs/judge.py found for it, and is tuned first if there are none.
-At other depths, the tuned learning rate is compared once with half of it. Each length is a separate
+At other depths and for changes of NAG, the learning rate is tuned again. Each length is a separate
 run with its own schedule. Differences are paired by seed, with 95% intervals. Finished runs are in
 results/lead.jsonl, and are not repeated.
 """
 
 import statistics
 import sys
+from functools import partial
 
 import judge
 import study
@@ -39,34 +40,33 @@ PLANS = {  # ({name: changes of NAG, or None: the mode itself}, what varies, its
 }  # fmt: skip
 
 
-def settings(name, change, scale):
-    """The tuned settings of a mode, or of NAG with a change."""
+def lines_of(runs, look=()):
+    return study.run("lead", runs, look)
+
+
+def tuned(name, change, scale, rates_around):
+    """Settings of a mode, or of NAG with a change, with the best learning rate at this scale."""
     mode = name if change is None else "nag"
-    chosen = judge.tune(scale, mode, None) | (change or {}) | {"residual": mode}
+    chosen = judge.tune(study.parse([judge.SCALE]), mode, partial(study.run, "judge"))
+    chosen |= change or {}
     if change and "gate_lr" in change:
         chosen["gate_lr"] = change["gate_lr"] * chosen["learning_rate"]
-    return chosen
-
-
-def checked(scale, chosen):
-    """The tuned settings, or with half the learning rates if that is better at this scale."""
-    rates = {k: v / 2 for k, v in chosen.items() if k in ("learning_rate", "gate_lr")}
-    both = [chosen, chosen | rates]
-    lines = study.run("lead", [judge.short(scale, each["residual"], each) for each in both])
-    losses = [line["loss"] for line in lines]
-    return both[None not in losses and losses[1] < losses[0]]
+    rates = [chosen["learning_rate"] * times for times in rates_around]
+    if len(rates) > 1:
+        chosen = judge.best_rate(scale, mode, chosen, rates, lines_of)
+    return {"residual": mode} | chosen
 
 
 def runs_of(changes, axis, values):
     """{(name, value): [the settings of each seed]}"""
     scale, runs = study.parse([judge.SCALE]), {}
     for name, change in changes.items():
-        chosen = settings(name, change, scale)
         for value in values:
             here = scale | {axis: value}
-            other_shape = axis != "max_iters" and value != scale[axis]
-            own = checked(here, chosen) if other_shape else chosen
-            runs[name, value] = [judge.full(here, own["residual"], own, seed) for seed in SEEDS]
+            same = axis == "max_iters" and change is None  # as judge.py tuned it
+            own = tuned(name, change, scale if axis == "max_iters" else here,
+                        (1.0,) if same else (0.5, 1.0, 2.0))  # fmt: skip
+            runs[name, value] = [judge.settings(here, own["residual"], own, s) for s in SEEDS]
     return runs
 
 

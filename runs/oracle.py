@@ -11,7 +11,7 @@ that could rank them, computed before the sublayer (the first two) or after it:
 
     turn       NAG's a, the router of its mixture of depths
     probe      a linear function of the sublayer's input, fitted to the ranks of the rises on half
-               of the text: what a learned router of this form can do
+               of the text
     update     |new - old| / |old| of the stream
     angle      between the old and the new stream
     random
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+import mod
 from configurator import configure
 from data import Windows, eval_batches, spread, write_json
 from lora import load_model
@@ -51,10 +52,12 @@ def sublayers(model, idx):
     return found
 
 
-def apply(sublayer, stream, gate):
+def apply(sublayer, stream, scale, runs=None):
+    """(input of the sublayer, stream it was read from, new stream). runs (B, T, 1): who runs."""
     residual, run = sublayer
-    h, stream = residual.read(stream)
-    return h, stream, residual.write(stream, run(h), gate)
+    h, before = residual.read(stream)
+    after = residual.write(before, run(h), scale)
+    return h, before, after if runs is None else mod.skip(residual, before, after, runs)
 
 
 def losses(model, stream, y):
@@ -76,11 +79,11 @@ def look(model, x, y):
     T, scale = x.size(1), model.blocks[0].scale
     stream = model.begin(x, torch.arange(T, device=x.device))
     one, many = sublayers(model, x), sublayers(model, x.expand(T, T))
-    skips_itself = scale * (1 - torch.eye(T, device=x.device))[..., None]  # copy t: token t skips
+    runs = ~torch.eye(T, dtype=torch.bool, device=x.device)[..., None]  # copy t: token t skips
     rises, seen = [], {name: [] for name in ("turn", "update", "angle", "input")}
     for layer, sublayer in enumerate(one):
         h, before, after = apply(sublayer, stream, scale)
-        changed = apply(many[layer], copies(stream, T), skips_itself)[-1]
+        changed = apply(many[layer], copies(stream, T), scale, runs)[-1]
         for later in many[layer + 1 :]:
             changed = apply(later, changed, scale)[-1]
         rises.append(losses(model, changed, y.expand(T, T)))

@@ -15,7 +15,7 @@ from study import at_length, paired, race, run
 
 COMMON = {"max_iters": 800, "eval_interval": 800, "eval_tokens": 262144, "log_interval": 20}
 SEEDS = (1, 2, 3)
-LENGTHS = {steps: {"max_iters": steps, "eval_interval": steps} for steps in (600, 1200)}
+LENGTHS = {steps: {"max_iters": steps, "eval_interval": steps} for steps in (600, 1200, 1800)}
 ADAMW = {"optimizer": "adamw", "embed_lr": None, "head_lr": None}
 TIED = {"tied": True, "head_lr": None, "head_scale": None, "embed_scale": 0.05, "embed_lr": 0.01}
 TOKENS_2048 = {"batch_size": 8, "max_iters": 400, "eval_interval": 400}
@@ -63,6 +63,8 @@ def rows(lines_of, measure=True):
     for (name, _), line in zip(runs, lines_of("recipe", [each for _, each in runs])):
         found.setdefault(name, []).append(line)
     found = {name: lines for name, lines in found.items() if None not in lines}
+    if not found.keys() >= {RECIPE, *LENGTHS}:
+        return
     compared = {RECIPE: {}} | {name: CHANGES[name] for name in CHANGES if name in found}
     slower = {name: c for name, c in compared.items() if c.keys() - TIMELESS or name == RECIPE}
     times = dict.fromkeys(compared.keys() - slower.keys(), (1.0, 1.0, 1.0))

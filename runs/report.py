@@ -16,6 +16,8 @@ import recipe
 import study
 from study import ROOT, find, paired, read
 
+from model import RESIDUALS
+
 RESULTS, SPEED = ROOT / "results", ROOT / "results" / "speed"
 WIDTH = 120
 
@@ -73,7 +75,7 @@ def the_recipe():
     parts = f"Each part of the recipe, changed alone: {recipe.COMMON['max_iters']} steps of {size:,} bytes, "
     parts += f"{len(recipe.SEEDS)} seeds, paired by seed, with 95% intervals. Above 0 the change is worse. The time is "
     parts += "the changed run's time divided by the recipe's. The last column compares the change with the recipe "
-    parts += f"trained for the same time. The loss is on {recipe.COMMON['eval_tokens']:,} bytes of validation text."
+    parts += f"trained for the same time. The changes are not tuned. The loss is on {recipe.COMMON['eval_tokens']:,} bytes of validation text."
     text += f"\n{wrap(parts)}\n\n```sh\npython runs/recipe.py\n```\n\n"
     rows = []
     for name, loss, time, difference, half in recipe.rows(find, measure=False):
@@ -88,32 +90,33 @@ def the_recipe():
 
 def modes():
     """The table of runs/judge.py over all modes that it has judged, or nothing."""
-    scale, found = study.parse([judge.SCALE]), {}
-    for line in read("judge"):
-        given = line.get("settings", {})
-        if given.get("val_part") == "report":
-            length = given["max_iters"] / scale["max_iters"]
-            mode = given.get("residual", study.DEFAULTS["residual"])
-            found.setdefault((mode, length), {})[given["seed"]] = line
-    theirs = found.get((judge.baseline, 1.0), {})
-    ratios = study.race("judge", judge.timed(scale, [mode for mode, _ in found]), measure=False)
-    lengths = {length: by_seed[1]["loss"] for (mode, length), by_seed in found.items()
-               if mode == judge.baseline}  # fmt: skip
-    rows = []
-    for (mode, length), ours in found.items():
-        seeds = sorted(ours.keys() & theirs.keys())
-        if mode == judge.baseline or length != 1 or len(seeds) < 3 or mode not in ratios:
+
+    def known(runs, look=()):
+        found = find("judge", runs)
+        if None in found:
+            raise LookupError
+        return found
+
+    scale, trained = study.parse([judge.SCALE]), {}
+    for mode in (judge.baseline, *[mode for mode in RESIDUALS if mode != judge.baseline]):
+        try:
+            trained[mode] = judge.train(scale, mode, known)
+        except LookupError:
             continue
-        choice = {k: ours[1]["settings"][k] for k in judge.TUNED if k in ours[1]["settings"]}
-        lines = [[of[seed] for seed in seeds] for of in (ours, theirs)]
-        rows.append(judge.row(mode, choice, lines, ratios[mode][1], lengths))
-    if not rows:
+    ratios = study.race("judge", judge.timed(scale, trained), measure=False)
+    judged = [mode for mode in trained if mode in ratios and mode != judge.baseline]
+    if judge.baseline not in trained or not judged:
         return ""
-    text = "Each mode against pre-norm, both tuned alike: 8 blocks of width 64, 4 MB of text, 3 seeds, paired by seed, "
-    text += "with 95% intervals. Below 0 is better."
+    text = "Each mode against pre-norm, both tuned alike: 8 blocks of width 64, 4 MB of text, "
+    text += f"{judge.seeds} seeds, paired by seed, with 95% intervals. Below 0 is better. With {len(judged)} modes, "
+    text += "about one verdict in twenty is wrong by chance."
     command = "```sh\npython runs/judge.py --residual=all\n```"
-    lines = [judge.head(), *sorted(rows)]
-    return f"## The modes\n\n{wrap(text)}\n\n{command}\n\n" + "\n".join(lines) + "\n"
+    rows = []
+    for mode in judged:
+        choice, found = trained[mode]
+        rows.append(judge.row(mode, choice, found[1.0], trained[judge.baseline][1], ratios[mode]))
+    table_lines = "\n".join([judge.head(), *rows])
+    return f"## The modes\n\n{wrap(text)}\n\n{command}\n\n{table_lines}\n"
 
 
 def figure(path):
@@ -123,7 +126,8 @@ def figure(path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in recipe.rows(find, measure=False) if row[1] is not None][1:]
+    rows = [row for row in recipe.rows(find, measure=False) if row[1] is not None]
+    rows = [row for row in rows if row[0] != recipe.RECIPE]
     rows.sort(key=lambda row: row[3])
     names, *_, differences, halves = zip(*rows)
     figure, axes = plt.subplots(figsize=(7, 0.5 + 0.25 * len(rows)), layout="constrained")
@@ -309,15 +313,11 @@ START, END = "<!-- written by runs/report.py -->\n", "<!-- end -->"
 def first_page():
     _, _, whole = default_run()
     (_, theirs, n, seconds), _, (ours, _) = race(SPEED / "nanochat_8x128.txt")
-    found = {name: plus_minus(*of) for name, _, _, *of in recipe.rows(find, measure=False)}
     text = f"`make train` reaches {whole:.3f} nats per byte. In {seconds} s, nanochat's model and optimizer reach {theirs} "
-    text += f"and ours {ours} (one run each, same machine). In the figure, changes above 0 make the recipe worse (3 seeds, "
-    text += (
-        f"95% intervals). At equal time, NAG minus pre-norm is {found['nag']} after 800 steps and "
-    )
-    text += f"{found['nag, 1,200 steps']} after 1,200; below 0, NAG is better. No other mode has been compared at this "
-    text += "length yet with more than one seed. The models are tiny and saw about one byte per parameter, so take "
-    text += "this as a hint for larger ones. [RESULTS.md](RESULTS.md) has all results."
+    text += f"and ours {ours} (one run each, same machine). The figure shows what each part of our recipe is worth (3 "
+    text += "seeds, 95% intervals): changes above 0 make it worse. Most residual modes differ by less than these parts "
+    text += "do, and which mode is best is not settled. The models are tiny and saw about one byte per parameter, so "
+    text += "take this as a hint for larger ones. [RESULTS.md](RESULTS.md) has all results."
     return f"![What each part of the default recipe is worth](results/recipe.png)\n\n{wrap(text)}\n"
 
 

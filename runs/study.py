@@ -6,7 +6,8 @@ line has its settings, data and kind of machine. A killed run resumes where it s
 core trains one run at a time, with one thread. Each GPU trains one run at a time.
 
 A line has: key, a hash of all settings that change the result; settings; loss, the last
-validation loss (null if the run diverged); curve, [step, mean training loss since the last point];
+validation loss (null if the run diverged); curve, [step, mean of the logged training losses since
+the last point];
 step_s, the median seconds of a step while other runs train alongside; where it ran; and what
 eval.py measured, if it was asked for.
 """
@@ -21,12 +22,12 @@ import statistics
 import subprocess
 import sys
 import time
-from bisect import bisect
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 
 import torch
 
@@ -36,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 import bench
 from configurator import configure
 from data import Windows
-from machine import can_compile, cores, pick_device, pick_dtype
+from machine import can_compile, cores, device_name, pick_device, pick_dtype
 from model import GPTConfig
 
 TRAIN, EVAL = str(ROOT / "train.py"), str(ROOT / "eval.py")
@@ -60,7 +61,11 @@ DEPTH = (
 
 def parse(argv):
     """Config files and --key=value arguments -> {setting of train.py: value}."""
-    return configure({"__file__": TRAIN, "__doc__": __doc__}, GPTConfig, argv=argv)[1]
+    given = configure({"__file__": TRAIN, "__doc__": __doc__}, GPTConfig, argv=argv)[1]
+    refused = given.keys() & {"device", "init_from", "out_dir", "seed"}
+    if refused:
+        raise SystemExit(f"{', '.join(refused)}: a study sets this by itself")
+    return given
 
 
 DEFAULTS = configure({"__file__": TRAIN}, GPTConfig, argv=[])[0]
@@ -72,15 +77,20 @@ def changed(settings):
 
 
 def key(settings):
-    """Names a run by all settings that change its result, defaults included."""
-    full = {k: v for k, v in (DEFAULTS | settings).items() if k not in OF_PLACE}
+    """Names a run by all settings that change its result, defaults included.
+
+    Settings that are None or False do not count: a new one does not rename the runs before it.
+    """
+    on = {k: v for k, v in (DEFAULTS | settings).items() if v is not None and v is not False}
+    full = {k: v for k, v in on.items() if k not in OF_PLACE}
     return hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @cache
 def data_hash(data_dir):
     """Names the content of both splits."""
-    return "-".join(Windows(data_dir, split, 1).sha256[:8] for split in ("train", "val"))
+    folder = str(ROOT / data_dir)
+    return "-".join(Windows(folder, split, 1).sha256[:8] for split in ("train", "val"))
 
 
 def place(settings):
@@ -107,7 +117,14 @@ def read(study):
     """The lines of a study. Skips a line that a kill has cut."""
     path = path_of(study)
     lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    return [record for record in map(parsed, lines) if record is not None]
+
+
+def parsed(line):
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def append(study, record):
@@ -143,7 +160,7 @@ def summary(folder):
         return None
     times = [header["tokens_per_step"] / r["tok_s"] for r in steps[1:] or steps]
     return {
-        "loss": None if diverged else last["val_loss"],
+        "loss": None if diverged or not math.isfinite(last["val_loss"]) else last["val_loss"],
         "curve": thinned([(r["step"], r["loss"]) for r in steps if r["loss"] is not None]),
         "step_s": round(statistics.median(times), 5) if times else None,
         "steps": last["step"],
@@ -163,15 +180,19 @@ def thinned(curve):
     return [[part[-1][0], round(statistics.mean(y for _, y in part), 4)] for part in parts]
 
 
-def train(settings, device, folder, look):
-    """Train one run, or continue it. look: arguments of eval.py, to measure through depth."""
+def train(settings, device, folder, look, lock=None):
+    """Train one run, or continue it. look: arguments of eval.py, to measure through depth.
+
+    lock: a locked file. The children hold it too: if only this process is killed, a second start
+    waits for them.
+    """
     env = os.environ | {"OMP_NUM_THREADS": "1"} if device == "cpu" else None
     how = dict(cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
+    how["pass_fds"] = () if lock is None else (lock.fileno(),)
     given = settings | {"device": device, "init_from": "auto", "out_dir": str(folder)}
     argv = [f"--{k}={v}" for k, v in given.items()]
-    if summary(folder) is None:
-        subprocess.run([sys.executable, TRAIN, *argv], **how)
-    found = summary(folder)
+    done = subprocess.run([sys.executable, TRAIN, *argv], **how)  # a finished run ends at once
+    found = None if done.returncode else summary(folder)
     if found is None:
         raise SystemExit(f"{folder} did not finish: see the message of train.py above")
     if look and found["loss"] is not None:
@@ -204,6 +225,9 @@ def free_devices():
     return queue
 
 
+stopped = Event()  # set when a run fails or Ctrl-C stops it
+
+
 class Progress:
     """How much of the work is done, and how long the rest will take."""
 
@@ -214,7 +238,7 @@ class Progress:
         self.done, self.left = self.done + cost, max(0.0, self.left - cost)
 
     def __str__(self):
-        minutes = (time.monotonic() - self.began) / 60 * self.left / self.done
+        minutes = (time.monotonic() - self.began) / 60 * self.left / max(self.done, 1e-9)
         return f"about {minutes:.0f} minutes left"
 
 
@@ -238,7 +262,12 @@ def run(study, runs, look=(), keep=False, progress=None):
     def job(name):
         device = free_devices().get()
         try:
+            if stopped.is_set():
+                raise SystemExit(f"{study}: stopped")
             lines[name] = line = locked(study, name, missing[name], device, look, keep)
+        except BaseException:
+            stopped.set()  # start no other run
+            raise
         finally:
             free_devices().put(device)
         progress.finish(cost(missing[name]))
@@ -263,8 +292,7 @@ def find(study, runs):
 def probe(settings, steps=30):
     """Seconds of a step, from a short run that leaves no result."""
     short = settings | {"max_iters": steps, "eval_interval": 0, "log_interval": 5}
-    folder = ROOT / "out" / "study" / "probe"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = ROOT / "out" / "study" / f"probe-{os.getpid()}"
     found = train(short, devices()[0], folder, ())
     shutil.rmtree(folder)
     return found["step_s"]
@@ -272,7 +300,7 @@ def probe(settings, steps=30):
 
 def locked(study, name, settings, device, look, keep):
     """Train a run, unless another process has. Returns its line."""
-    folder = ROOT / "out" / "study" / name[0]
+    folder = ROOT / "out" / "study" / "-".join(name).replace(" ", "-")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -280,10 +308,10 @@ def locked(study, name, settings, device, look, keep):
             if "key" in line and name_of(line) == name:
                 return line
         line = {"key": name[0], "settings": changed(settings)}
-        line |= train(settings, device, folder, look) | place(settings)
+        line |= train(settings, device, folder, look, lock) | place(settings)
         append(study, line)
-    if not keep:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
     return line
 
 
@@ -299,12 +327,17 @@ def race(study, runs, measure=True):
     measure=False: return only kept results.
     """
     names = [key(settings) for settings in runs.values()]
-    known = {tuple(line["race"]): line["ratio"] for line in read(study) if "race" in line}
+    lines = [line for line in read(study) if "race" in line]
+    if measure:
+        computes = place(next(iter(runs.values())))["computes"]
+        lines = [line for line in lines if line["computes"] == computes]
+    known = {tuple(line["race"]): line["ratio"] for line in lines}
     missing = [name for name, other in zip(runs, names) if (names[0], other) not in known]
     if missing and measure:
         bench.adopt({"device": str(pick_device(DEFAULTS["device"]))})
         bench.dtype = pick_dtype("auto", bench.device.split(":")[0])
         torch._dynamo.config.recompile_limit = 256
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         first = next(iter(runs))
         settings = {name: DEFAULTS | runs[name] for name in dict.fromkeys([first, *missing])}
         times = bench.race({name: stepper(full) for name, full in settings.items()})
@@ -313,16 +346,22 @@ def race(study, runs, measure=True):
             ratios = [a / b * per for a, b in zip(times[name], times[first])]
             ratio = [round(r, 4) for r in statistics.quantiles(ratios, n=4)]
             known[names[0], key(runs[name])] = ratio
-            append(study, {"race": [names[0], key(runs[name])], "ratio": ratio})
+            where = {"computes": computes, "machine": device_name(torch.device(bench.device))}
+            where["threads"] = torch.get_num_threads()
+            append(study, {"race": [names[0], key(runs[name])], "ratio": ratio} | where)
     pairs = {name: (names[0], other) for name, other in zip(runs, names)}
     return {name: known[pair] for name, pair in pairs.items() if pair in known}
 
 
 def stepper(full):
-    """A function that runs one training step with all of these settings."""
+    """A function that runs one micro-step and its optimizer step."""
     bench.batch_size, bench.rounds = full["batch_size"], ROUNDS
     config = GPTConfig(**{field.name: full[field.name] for field in fields(GPTConfig)})
-    return bench.stepper(config, muon=full["optimizer"] == "muon")[0]
+    device = bench.device.split(":")[0]
+    compiled = can_compile(device) if full["compile"] is None else full["compile"]
+    how = {"compile": compiled, "precision": pick_dtype(full["dtype"], device)}
+    how |= {"loss_chunk": full["loss_chunk"], "recompute": full["recompute"]}
+    return bench.stepper(config, muon=full["optimizer"] == "muon", **how)[0]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -340,9 +379,15 @@ def paired(a, b):
 
 
 def at_length(length, losses):
-    """Interpolate {length: loss} linearly in log(length); also a little beyond its ends."""
-    known = sorted(losses)
-    i = min(max(bisect(known, length), 1), len(known) - 1)
-    low, high = known[i - 1], known[i]
-    share = math.log(length / low) / math.log(high / low)
-    return losses[low] + share * (losses[high] - losses[low])
+    """Interpolate {length: loss}: a parabola in log(length), through the three nearest lengths."""
+    if not min(losses) <= length <= max(losses):
+        raise ValueError(f"length {length:g} is not between those trained: {sorted(losses)}")
+    near = sorted(losses, key=lambda known: abs(math.log(known / length)))[:3]
+    value = 0.0
+    for a in near:  # Lagrange's form
+        weight = 1.0
+        for b in near:
+            if b != a:
+                weight *= math.log(length / b) / math.log(a / b)
+        value += weight * losses[a]
+    return value
