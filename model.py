@@ -47,7 +47,7 @@ class GPTConfig:
     residual: str = "prenorm"  # how sublayers read and write the stream: a name from RESIDUALS
     norm: str = "rms"  # rms, layer or none
     norm_eps: float = 1e-6  # epsilon of the norms, inside the root
-    activation: str = "relu2"  # gelu, relu, relu2, silu or swiglu
+    activation: str = "relu"  # gelu (exact, by erf), relu, relu2, silu or swiglu
     qk_norm: bool = True  # RMSNorm on queries and keys
     rope_base: float = 10000.0  # base of the rotary frequencies
     bf16_stream: bool = False  # keep the stream in bfloat16 under bfloat16 autocast

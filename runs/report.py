@@ -275,6 +275,22 @@ BENCHES = (  # (file, command, what it shows)
 )  # fmt: skip
 
 
+def texts():
+    """Tables from printed comparisons: {title: (file, rows)}."""
+    titles = {
+        "nanogpt_8x128": "A training step beside stock nanoGPT's with bfloat16 autocast, 8 blocks of width 128",
+        "nanogpt_6x384": "The same, 6 blocks of width 384",
+        "variants": "Other ways to compute the default step, 8 x 128 and 6 x 384. The squared ReLU was the default "
+        "before",
+        "generate_8x128": "Decoding one text, 8 blocks of width 128, bfloat16, compiled",
+    }
+    for name, title in titles.items():
+        path = SPEED / f"{name}.txt"
+        found = re.findall(r"^(\S.*?)  +([\d.]+) ms .*?([\d.]+)x(.*)$", path.read_text(), re.M)
+        rows = [(a, f"{float(b):.1f} ms", f"{c}x{rest.rstrip()}") for a, b, c, rest in found]
+        yield f"{wrap(f'{title} (`results/speed/{name}.txt`):')}\n\n{table(('candidate', 'time', 'ratio'), rows)}\n"
+
+
 def ratios(report):
     """(candidate, median, ratio) of all parts of a file of bench.py that compare candidates."""
     for part in report.values():
@@ -295,6 +311,7 @@ We give the median time, and the ratio to the first candidate of the same run (m
 changing order). All ran on 2 CPU cores with AVX512-bf16 and no AMX. Across tables, compare only ratios.
 
 """
+    text += "".join(texts())
     for name, command, title in BENCHES:
         report = json.loads((SPEED / f"{name}.json").read_text())
         text += (
