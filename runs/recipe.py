@@ -16,7 +16,7 @@ from study import at_length, paired, race, run
 COMMON = {"max_iters": 800, "eval_interval": 800, "eval_tokens": 262144, "log_interval": 20}
 COMMON["activation"] = "relu2"  # of the recipe until this study; its winner ReLU is the default now
 SEEDS = (1, 2, 3)
-LENGTHS = {steps: {"max_iters": steps, "eval_interval": steps} for steps in (600, 1200, 1800)}
+LENGTHS = {steps: {"max_iters": steps, "eval_interval": steps} for steps in (600, 1200)}
 ADAMW = {"optimizer": "adamw", "embed_lr": None, "head_lr": None}
 TIED = {"tied": True, "head_lr": None, "head_scale": None, "embed_scale": 0.05, "embed_lr": 0.01}
 TOKENS_2048 = {"batch_size": 8, "max_iters": 400, "eval_interval": 400}
@@ -54,10 +54,11 @@ def settings(change, seed):
 
 
 def rows(lines_of, measure=True):
-    """(change, mean loss, run time / the recipe's, difference, half the width of its interval)
+    """Dicts with name, loss, "steps": (difference, half its interval) at equal tokens, "time": run
+    time / the recipe's, and "equal": as steps, at equal time. None: not known.
 
-    lines_of: study.run trains missing runs; study.find uses only finished ones. measure=False: only
-    changes whose steps have been timed.
+    lines_of: study.run trains missing runs; study.find uses only finished ones. measure=False: do
+    not time steps.
     """
     variants = {RECIPE: {}, **LENGTHS, **CHANGES}
     runs = [(name, settings(change, s)) for name, change in variants.items() for s in SEEDS]
@@ -72,24 +73,39 @@ def rows(lines_of, measure=True):
     times = dict.fromkeys(compared.keys() - slower.keys(), (1.0, 1.0, 1.0))
     times |= race("recipe", slower, measure)
 
-    for name in [name for name in compared if name in times]:
-        losses = [line["loss"] for line in found[name]]
-        time = times[name][1] * found[name][0]["tokens"] / found[RECIPE][0]["tokens"]
-        if None in losses:
-            yield name, None, time, None, None
-            continue
-        equals = []
-        for i in range(len(SEEDS)):
-            by_length = {steps: found[steps][i]["loss"] for steps in LENGTHS}
-            by_length[COMMON["max_iters"]] = found[RECIPE][i]["loss"]
-            equals.append(at_length(time * COMMON["max_iters"], by_length))
-        yield name, statistics.mean(losses), time, *paired(losses, equals)
+    for name in compared:
+        losses, row = [line["loss"] for line in found[name]], dict.fromkeys(("loss", "time"))
+        length = found[name][0]["tokens"] / found[RECIPE][0]["tokens"]
+        if name in times:
+            row["time"] = times[name][1] * length
+        if None not in losses:
+            row |= {"loss": statistics.mean(losses), "steps": difference(found, losses, length)}
+            row["equal"] = difference(found, losses, row["time"])
+        yield {"name": name, "steps": None, "equal": None} | row
 
+
+def difference(found, losses, length):
+    """Losses minus the recipe's at this length, a share of its steps. None: not trained so long."""
+    steps = COMMON["max_iters"]
+    if length is None or not min(LENGTHS) <= length * steps <= max(LENGTHS):
+        return None
+    by_length = {each: [line["loss"] for line in found[each]] for each in LENGTHS}
+    by_length[steps] = [line["loss"] for line in found[RECIPE]]
+    curves = [dict(zip(by_length, of_seed)) for of_seed in zip(*by_length.values())]
+    return paired(losses, [at_length(length * steps, curve) for curve in curves])
+
+
+def cells(row):
+    """A row of the table, as text."""
+    loss = "diverged" if row["loss"] is None else f"{row['loss']:.4f}"
+    time = "" if row["time"] is None else f"{row['time']:.2f}"
+    steps, equal = (f"{d[0]:+.4f} ± {d[1]:.4f}" if d else "" for d in (row["steps"], row["equal"]))
+    return row["name"], loss, steps, time, equal
+
+
+HEAD = ("change", "loss", "difference", "time", "difference at equal time")
 
 if __name__ == "__main__":
-    print("| change | loss | time | difference at equal time |\n|---|---|---|---|")
-    for name, loss, time, difference, half in rows(run):
-        if loss is None:
-            print(f"| {name} | diverged | {time:.2f} | |")
-        else:
-            print(f"| {name} | {loss:.4f} | {time:.2f} | {difference:+.4f} ± {half:.4f} |")
+    print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
+    for row in rows(run):
+        print(f"| {' | '.join(cells(row))} |")

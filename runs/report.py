@@ -59,7 +59,7 @@ def the_recipe():
     ends = f"`python train.py` with its defaults ends at {whole:.4f} nats per byte, on the whole validation split, "
     ends += f"after {steps:,} steps of {size:,} bytes (`results/default`)."
     beside = "nanochat's model and optimizer (with its own learning rates) against ours, on the same machine and "
-    beside += "shards. One run each; the time counts training steps after the first three."
+    beside += "shards. One run each, ours with ReLU² as it was then; the time counts training steps after the first three."
     text = f"## The default recipe\n\n{wrap(ends)}\n\n{wrap(beside)}\n\n"
     rows = []
     for path in sorted(SPEED.glob("nanochat_*.txt")):
@@ -75,17 +75,10 @@ def the_recipe():
     parts = f"Each part of the recipe, changed alone: {recipe.COMMON['max_iters']} steps of {size:,} bytes, "
     parts += f"{len(recipe.SEEDS)} seeds, paired by seed, with 95% intervals. Above 0 the change is worse. The time is "
     parts += "the changed run's time divided by the recipe's. The last column compares the change with the recipe "
-    parts += f"trained for the same time. The changes are not tuned. The loss is on {recipe.COMMON['eval_tokens']:,} bytes of validation text."
+    parts += "trained for the same time, if that was timed. The recipe of this table has ReLU²; ReLU is the default since. "
+    parts += f"The changes are not tuned. The loss is on {recipe.COMMON['eval_tokens']:,} bytes of validation text."
     text += f"\n{wrap(parts)}\n\n```sh\npython runs/recipe.py\n```\n\n"
-    rows = []
-    for name, loss, time, difference, half in recipe.rows(find, measure=False):
-        cells = (
-            ["diverged", "", ""]
-            if loss is None
-            else [f"{loss:.4f}", f"{time:.2f}", plus_minus(difference, half)]
-        )
-        rows.append((name, *cells))
-    return text + table(("change", "loss", "time", "difference at equal time"), rows)
+    return text + table(recipe.HEAD, map(recipe.cells, recipe.rows(find, measure=False)))
 
 
 def modes():
@@ -126,10 +119,11 @@ def figure(path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in recipe.rows(find, measure=False) if row[1] is not None]
-    rows = [row for row in rows if row[0] != recipe.RECIPE]
-    rows.sort(key=lambda row: row[3])
-    names, *_, differences, halves = zip(*rows)
+    rows = [row for row in recipe.rows(find, measure=False) if row["equal"] or row["steps"]]
+    rows = [row for row in rows if row["name"] != recipe.RECIPE]
+    rows.sort(key=lambda row: (row["equal"] or row["steps"])[0])
+    differences, halves = zip(*(row["equal"] or row["steps"] for row in rows))
+    names = [row["name"] + ("" if row["equal"] else ", at equal steps") for row in rows]
     figure, axes = plt.subplots(figsize=(7, 0.5 + 0.25 * len(rows)), layout="constrained")
     axes.errorbar(differences, range(len(rows)), xerr=halves, fmt="o", color="C0", capsize=2)
     axes.axvline(0, color="0.7", lw=1)
