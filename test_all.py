@@ -175,7 +175,7 @@ def test_every_config_builds_its_model_and_the_shapes_in_its_docstring_have_equa
         with torch.device("meta"):
             models = [GPT(dataclasses.replace(config, residual=mode)) for mode in modes]
         counts.append([model.num_params(active) for model in models for active in (False, True)])
-    assert len(counts) == (5 if "moe_840m" in path else 1) and counts[0][0] > 1e6
+    assert len(counts) == (5 if "moe_840m" in path else 1) and counts[0][0] > 4e5
     assert all(max(count) / min(count) < 1.02 for count in zip(*counts))
 
 

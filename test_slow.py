@@ -403,7 +403,8 @@ def test_a_study_trains_and_measures_a_real_run(data, tmp_path, monkeypatch):
     import study
 
     monkeypatch.setattr(study, "ROOT", tmp_path)
-    settings = study.parse([*TINY_RUN, f"--data_dir={data}"])
+    argv = [arg for arg in TINY_RUN if not arg.startswith("--device")]
+    settings = study.parse([*argv, f"--data_dir={data}"])
     look = ("--what=depth", "--depth_tokens=256")
     (line,) = study.run("toy", [settings], look)
     assert line["loss"] < 6 and line["steps"] == 6 and len(line["curve"]) == 6

@@ -1,5 +1,5 @@
 """
-The scale at which runs/judge.py compares residual modes on a CPU: 0.4M parameters, 10 bytes of
+The scale at which runs/judge.py compares residual modes on a CPU: 0.5M parameters, 8 bytes of
 training text per parameter, and train.py's default recipe.
 """
 

@@ -1,7 +1,7 @@
 """
 Does a mode's lead over pre-norm last with more tokens or blocks? Which parts of NAG matter?
 
-    python runs/lead.py tokens    8 blocks of width 64, 1 to 16 MB: 2.5 to 40 bytes per parameter
+    python runs/lead.py tokens    8 blocks of width 64, 1 to 16 MB: 2 to 33 bytes per parameter
     python runs/lead.py blocks    4 to 64 blocks of width 64, 4 MB
     python runs/lead.py nag       NAG with one part changed, 4 and 16 MB
 

@@ -226,7 +226,11 @@ def rivals():
     text = """## Every mode once
 
 8 blocks of width 64, 1,000 steps of 2,048 bytes, one seed, with the AdamW recipe of `config/plain.py`. This shows that
-no mode is broken, but not which one is better.
+no mode is broken, but not which one is better. For one run:
+
+```sh
+python train.py config/plain.py --residual=nag --n_embd=64 --max_iters=1000 --learning_rate=4e-3 --seed=1
+```
 
 """
     text += table(("mode", *(f"rate {rate:g}" for rate in rates)), rows)

@@ -158,9 +158,10 @@ def summary(folder):
     complete = last["flops"] >= budget if budget else last["step"] >= header["max_iters"]
     if not (complete or diverged):
         return None
+    loss = last["val_loss"] or math.inf
     times = [header["tokens_per_step"] / r["tok_s"] for r in steps[1:] or steps]
     return {
-        "loss": None if diverged or not math.isfinite(last["val_loss"]) else last["val_loss"],
+        "loss": loss if math.isfinite(loss) and not diverged else None,
         "curve": thinned([(r["step"], r["loss"]) for r in steps if r["loss"] is not None]),
         "step_s": round(statistics.median(times), 5) if times else None,
         "steps": last["step"],
