@@ -1,10 +1,10 @@
 """
 The verdict on a residual mode: is it better than pre-norm, by how much, and how sure is that?
 
-    python runs/judge.py --residual=nag                 on two cores, half an hour
+    python runs/judge.py --residual=nag                 says first how long it takes
     python runs/judge.py --residual=nag,hc              several modes; all: every mode
     python runs/judge.py config/gpt2_124m.py --residual=nag    at another scale, on GPUs
-    python runs/judge.py --residual=nag --rehearse=True        all of it at toy size, in a minute
+    python runs/judge.py --residual=nag --rehearse=True        all of it at toy size, in a few minutes
 
 1. Tune both modes alike: seed 0, a quarter of the steps, half of the validation split. Tune the
    learning rate first, and extend its grid while the best value is at an edge. Then tune the
