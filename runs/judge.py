@@ -4,7 +4,7 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
     python runs/judge.py --residual=nag                 says first how long it takes
     python runs/judge.py --residual=nag,hc              several modes; all: every mode
     python runs/judge.py config/gpt2_124m.py --residual=nag    at another scale, on GPUs
-    python runs/judge.py --residual=nag --rehearse=True        all of it at toy size, in a few minutes
+    python runs/judge.py --residual=nag --rehearse=True        all of it at toy size
 
 1. Tune both modes alike: seed 0, a quarter of the steps, half of the validation split. Tune the
    learning rate first, and extend its grid while the best value is at an edge. Then tune the
