@@ -329,7 +329,7 @@ def first_page():
     _, _, whole = default_run()
     (_, theirs, n, seconds), _, (ours, _) = race(SPEED / "nanochat_8x128.txt")
     text = f"`make train` reaches {whole:.3f} nats per byte. In {seconds} s, nanochat's model and optimizer reach {theirs} "
-    text += f"and ours {ours} (one run each, same machine). The figure shows what each part of our recipe is worth (3 "
+    text += f"and ours {ours} (one run each, same machine, ours still with ReLU²). The figure shows what each part of our recipe is worth (3 "
     text += "seeds, 95% intervals): changes above 0 make it worse. Most residual modes differ by less than these parts "
     text += "do, and which mode is best is not settled. The models are tiny and saw about one byte per parameter, so "
     text += "take this as a hint for larger ones. [RESULTS.md](RESULTS.md) has all results."
