@@ -117,13 +117,18 @@ class NAGEnds(NoEnds):
         return Stream((centred / rho).to(e.dtype), s)  # Eq. 1
 
     def readout(self, stream, head):
-        w = head if self.folded else checkpoint(unit_rows, head, use_reentrant=False)
+        w = head if self.folded else recomputed(head)
         s = torch.zeros_like(stream.lane) if self.g_enc is None else stream.lane
         heat = torch.exp(s + self.g_dec) / math.sqrt(w.size(1))  # Eq. 7
         return (upcast(stream.x) * heat).to(stream.x.dtype), w
 
     def additive(self, stream):
         return upcast(stream.x) * stream.lane.exp()
+
+
+def recomputed(head):
+    """unit_rows, computed again in the backward: they are as large as the head."""
+    return checkpoint(unit_rows, head, use_reentrant=False, preserve_rng_state=False)
 
 
 def unit_rows(head):

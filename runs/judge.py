@@ -28,7 +28,7 @@ from functools import partial
 
 import study
 import torch
-from study import ROOT, at_length, paired
+from study import ROOT, gap_at, paired, plus_minus
 
 from configurator import configure
 from model import GPT, RESIDUALS, GPTConfig
@@ -78,7 +78,7 @@ def best(scale, mode, choices, lines_of):
 def best_rate(scale, mode, choice, rates, lines_of):
     """The choice with the best learning rate, from a grid that grows until the best is inside.
 
-    A gate_lr keeps its ratio to the learning rate. "edge" is set if 7 rates are not enough.
+    A gate_lr keeps its ratio to the learning rate. It says so if 7 rates are not enough.
     """
     factor = choice.get("gate_lr", 0.0) / choice.get("learning_rate", 1.0)
     at = lambda rate: {"learning_rate": rate} | ({"gate_lr": factor * rate} if factor else {})
@@ -162,25 +162,25 @@ def row(mode, choice, lines, theirs, ratios):
     """
     ours = losses(lines)
     if math.inf in ours:
-        cells = [mode, f"{ours.count(math.inf)} of {len(ours)} runs diverged", *[""] * 7]
-        return f"| {' | '.join(cells)} |"
+        return [mode, f"{ours.count(math.inf)} of {len(ours)} runs diverged", *[""] * 7]
     by_length = {length: losses(found) for length, found in theirs.items()}
     at_steps = paired(ours, by_length[1.0])
-    at_time = []
-    for ratio in ratios:
-        curves = [dict(zip(by_length, of_seed)) for of_seed in zip(*by_length.values())]
-        at_time.append(paired(ours, [at_length(ratio, curve) for curve in curves]))
+    at_time = [gap_at(ratio, ours, by_length) for ratio in ratios]
     tuned = " ".join(f"{k}={v:g}" if type(v) is float else f"{k}={v}" for k, v in choice.items())
     cells = [mode, f"{lines[0]['params']:,}", f"{statistics.mean(ours):.4f}"]
-    cells += [f"{at_steps[0]:+.4f} ± {at_steps[1]:.4f}", verdict([at_steps]), f"{ratios[1]:.2f}"]
-    cells += [f"{at_time[1][0]:+.4f} ± {at_time[1][1]:.4f}", verdict(at_time), tuned]
-    return f"| {' | '.join(cells)} |"
+    cells += [plus_minus(at_steps), verdict([at_steps]), f"{ratios[1]:.2f}"]
+    return cells + [plus_minus(at_time[1]), verdict(at_time), tuned]
 
 
-def head():
-    cells = ("mode", "parameters", "loss", "difference", "verdict", "step time / pre-norm's")
-    cells += ("difference at equal time", "verdict at equal time", "tuned")
-    return f"| {' | '.join(cells)} |\n{'|---' * len(cells)}|"
+HEAD = ("mode", "parameters", "loss", "difference", "verdict", "step time / pre-norm's")
+HEAD += ("difference at equal time", "verdict at equal time", "tuned")
+
+
+def rows(trained, ratios):
+    """The rows of all modes but the baseline. trained: {mode: what train returns}."""
+    for mode, (choice, lines) in trained.items():
+        if mode != baseline and mode in ratios:
+            yield row(mode, choice, lines[1.0], trained[baseline][1], ratios[mode])
 
 
 def timed(scale, modes):
@@ -190,7 +190,7 @@ def timed(scale, modes):
 
 def plan(scale, modes):
     """A Progress for all runs. Prints how long they will take, from a short run of the baseline."""
-    known = {line["key"] for line in study.read(name) if "key" in line}
+    known = {key for key, *_ in study.finished(name)}
     usual = {"learning_rate": RATES[1]}
     cost = 0
     for mode in (baseline, *modes):
@@ -227,10 +227,7 @@ def main():
     with ThreadPoolExecutor(len(study.devices())) as pool:
         trained = dict(zip(everyone, pool.map(lambda m: train(scale, m, lines_of), everyone)))
     ratios = study.race(name, timed(scale, everyone))
-    print(head())
-    for mode in modes:
-        choice, lines = trained[mode]
-        print(row(mode, choice, lines[1.0], trained[baseline][1], ratios[mode]))
+    print(study.table(HEAD, rows(trained, ratios)))
 
 
 if __name__ == "__main__":

@@ -63,9 +63,9 @@ def runs_of(changes, axis, values):
     for name, change in changes.items():
         for value in values:
             here = scale | {axis: value}
-            same = axis == "max_iters" and change is None  # as judge.py tuned it
-            own = tuned(name, change, scale if axis == "max_iters" else here,
-                        (1.0,) if same else (0.5, 1.0, 2.0))  # fmt: skip
+            shape = scale if axis == "max_iters" else here  # tuned once for all lengths
+            as_judged = shape is scale and change is None
+            own = tuned(name, change, shape, (1.0,) if as_judged else (0.5, 1.0, 2.0))
             runs[name, value] = [judge.settings(here, own["residual"], own, s) for s in SEEDS]
     return runs
 

@@ -11,7 +11,7 @@ with 95% intervals.
 
 import statistics
 
-from study import at_length, paired, race, run
+from study import gap_at, plus_minus, race, run, table
 
 COMMON = {"max_iters": 800, "eval_interval": 800, "eval_tokens": 262144, "log_interval": 20}
 COMMON["activation"] = "relu2"  # of the recipe until this study; its winner ReLU is the default now
@@ -91,21 +91,18 @@ def difference(found, losses, length):
         return None
     by_length = {each: [line["loss"] for line in found[each]] for each in LENGTHS}
     by_length[steps] = [line["loss"] for line in found[RECIPE]]
-    curves = [dict(zip(by_length, of_seed)) for of_seed in zip(*by_length.values())]
-    return paired(losses, [at_length(length * steps, curve) for curve in curves])
+    return gap_at(length * steps, losses, by_length)
 
 
 def cells(row):
     """A row of the table, as text."""
     loss = "diverged" if row["loss"] is None else f"{row['loss']:.4f}"
     time = "" if row["time"] is None else f"{row['time']:.2f}"
-    steps, equal = (f"{d[0]:+.4f} ± {d[1]:.4f}" if d else "" for d in (row["steps"], row["equal"]))
+    steps, equal = (plus_minus(row[kind]) if row[kind] else "" for kind in ("steps", "equal"))
     return row["name"], loss, steps, time, equal
 
 
 HEAD = ("change", "loss", "difference", "time", "difference at equal time")
 
 if __name__ == "__main__":
-    print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
-    for row in rows(run):
-        print(f"| {' | '.join(cells(row))} |")
+    print(table(HEAD, map(cells, rows(run))))

@@ -14,7 +14,7 @@ import textwrap
 import judge
 import recipe
 import study
-from study import ROOT, find, paired, read
+from study import ROOT, find, paired, plus_minus, read, table
 
 from model import RESIDUALS
 
@@ -22,17 +22,8 @@ RESULTS, SPEED = ROOT / "results", ROOT / "results" / "speed"
 WIDTH = 120
 
 
-def table(header, rows):
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
-
-
 def wrap(text):
     return textwrap.fill(text, WIDTH, break_on_hyphens=False, break_long_words=False)
-
-
-def plus_minus(difference, half):
-    return f"{difference:+.4f} ± {half:.4f}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -97,19 +88,13 @@ def modes():
         except LookupError:
             continue
     ratios = study.race("judge", judge.timed(scale, trained), measure=False)
-    judged = [mode for mode in trained if mode in ratios and mode != judge.baseline]
-    if judge.baseline not in trained or not judged:
+    if judge.baseline not in trained or not (rows := list(judge.rows(trained, ratios))):
         return ""
     text = "Each mode against pre-norm, both tuned alike: 8 blocks of width 64, 4 MB of text, "
-    text += f"{judge.seeds} seeds, paired by seed, with 95% intervals. Below 0 is better. With {len(judged)} modes, "
+    text += f"{judge.seeds} seeds, paired by seed, with 95% intervals. Below 0 is better. With {len(rows)} modes, "
     text += "about one verdict in twenty is wrong by chance."
     command = "```sh\npython runs/judge.py --residual=all\n```"
-    rows = []
-    for mode in judged:
-        choice, found = trained[mode]
-        rows.append(judge.row(mode, choice, found[1.0], trained[judge.baseline][1], ratios[mode]))
-    table_lines = "\n".join([judge.head(), *rows])
-    return f"## The modes\n\n{wrap(text)}\n\n{command}\n\n{table_lines}\n"
+    return f"## The modes\n\n{wrap(text)}\n\n{command}\n\n{table(judge.HEAD, rows)}"
 
 
 def figure(path):
@@ -143,28 +128,24 @@ class Earlier:
     def __init__(self):
         self.lines = read("earlier")
 
+    def of(self, study, variant):
+        return [x for x in self.lines if (x["study"], x["variant"]) == (study, variant)]
+
     def losses(self, study, variant):
         """The losses of all seeds, at the learning rate that is best for the first seed."""
-        lines = [
-            line for line in self.lines if (line["study"], line["variant"]) == (study, variant)
-        ]
-        lines = [line for line in lines if line["loss"] is not None]
-        first = [line for line in lines if line["seed"] == min(each["seed"] for each in lines)]
+        lines = sorted(self.of(study, variant), key=lambda line: line["seed"])
+        first = [line for line in lines if line["seed"] == lines[0]["seed"]]
         rate = min(first, key=lambda line: line["loss"])["learning_rate"]
-        chosen = [line for line in lines if line["learning_rate"] == rate]
-        return [line["loss"] for line in sorted(chosen, key=lambda line: line["seed"])]
+        return [line["loss"] for line in lines if line["learning_rate"] == rate]
 
     def mean(self, study, variant):
         return f"{statistics.mean(self.losses(study, variant)):.3f}"
 
     def gap(self, study, a, b):
-        return plus_minus(*paired(self.losses(study, a), self.losses(study, b)))
+        return plus_minus(paired(self.losses(study, a), self.losses(study, b)))
 
     def range_over_rates(self, study, variant):
-        lines = [
-            line for line in self.lines if (line["study"], line["variant"]) == (study, variant)
-        ]
-        losses = [line["loss"] for line in lines if line["seed"] == 1]
+        losses = [line["loss"] for line in self.of(study, variant) if line["seed"] == 1]
         return f"{max(losses) - min(losses):.2f}"
 
 
@@ -274,13 +255,13 @@ BENCHES = (  # (file, command, what it shows)
 
 
 def texts():
-    """Tables from printed comparisons: {title: (file, rows)}."""
+    """Yield a table, with its title, for each comparison that was printed."""
     titles = {
         "nanogpt_8x128": "A training step beside stock nanoGPT's with bfloat16 autocast, 8 blocks of width 128",
         "nanogpt_6x384": "The same, 6 blocks of width 384",
-        "variants": "Other ways to compute the default step, 8 x 128 and 6 x 384. The squared ReLU was the default "
-        "before",
-        "generate_8x128": "Decoding one text, 8 blocks of width 128, bfloat16, compiled",
+        "generate_8x128": "Decoding one text, 8 blocks of width 128, compiled: `python bench.py --what=generate "
+        "--modes=prenorm,nag,bhyt,ngpt,hc,mhc,attnres_block --prompt_tokens=64 --new_tokens=128 --batches_of=1 "
+        "--rounds=5`",
     }
     for name, title in titles.items():
         path = SPEED / f"{name}.txt"

@@ -7,9 +7,8 @@ core trains one run at a time, with one thread. Each GPU trains one run at a tim
 
 A line has: key, a hash of all settings that change the result; settings; loss, the last
 validation loss (null if the run diverged); curve, [step, mean of the logged training losses since
-the last point];
-step_s, the median seconds of a step while other runs train alongside; where it ran; and what
-eval.py measured, if it was asked for.
+the last point]; step_s, the median seconds of a step while other runs train alongside; where it
+ran; and what eval.py measured, if it was asked for.
 """
 
 import fcntl
@@ -48,15 +47,8 @@ OF_PLACE = set(
 )
 POINTS = 40  # most points per curve
 ROUNDS = 15  # rounds per race
-DEPTH = (
-    "norm",
-    "rotation",
-    "update",
-    "max/rms",
-    "sink",
-    "dropped",
-    "a",
-)  # keys of eval.json that a line keeps
+# keys of eval.json that a line keeps
+DEPTH = ("norm", "rotation", "update", "max/rms", "sink", "dropped", "a")
 
 
 def parse(argv):
@@ -118,6 +110,11 @@ def read(study):
     path = path_of(study)
     lines = path.read_text().splitlines() if path.exists() else []
     return [record for record in map(parsed, lines) if record is not None]
+
+
+def finished(study):
+    """{name: line} of all finished runs."""
+    return {name_of(line): line for line in read(study) if "key" in line}
 
 
 def parsed(line):
@@ -255,7 +252,7 @@ def run(study, runs, look=(), keep=False, progress=None):
     look: arguments of eval.py. keep: leave the checkpoints, in out/study/KEY. progress: the
     Progress of a larger plan that includes these runs.
     """
-    lines = {name_of(line): line for line in read(study) if "key" in line}
+    lines = finished(study)
     wanted = [name_of({"key": key(settings)} | place(settings)) for settings in runs]
     missing = {name: run for name, run in zip(wanted, runs) if name not in lines}
     progress = progress or Progress(sum(map(cost, missing.values())))
@@ -283,10 +280,10 @@ def run(study, runs, look=(), keep=False, progress=None):
 
 def find(study, runs):
     """The lines of runs, in their order; None for those that have not finished. Trains nothing."""
-    lines = [line for line in read(study) if "key" in line]
-    if len({name_of(line)[1:] for line in lines}) > 1:
+    lines = finished(study)
+    if len({name[1:] for name in lines}) > 1:
         raise SystemExit(f"{study}: its runs have different data, devices, dtypes or compilation")
-    by_key = {line["key"]: line for line in lines}
+    by_key = {name[0]: line for name, line in lines.items()}
     return [by_key.get(key(settings)) for settings in runs]
 
 
@@ -305,9 +302,8 @@ def locked(study, name, settings, device, look, keep):
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for line in read(study):
-            if "key" in line and name_of(line) == name:
-                return line
+        if name in (lines := finished(study)):
+            return lines[name]
         line = {"key": name[0], "settings": changed(settings)}
         line |= train(settings, device, folder, look, lock) | place(settings)
         append(study, line)
@@ -379,6 +375,12 @@ def paired(a, b):
     return statistics.mean(differences), half
 
 
+def gap_at(length, losses, by_length):
+    """paired, with other runs interpolated at a length. by_length: {length: their losses}"""
+    curves = [dict(zip(by_length, of_seed)) for of_seed in zip(*by_length.values())]
+    return paired(losses, [at_length(length, curve) for curve in curves])
+
+
 def at_length(length, losses):
     """Interpolate {length: loss}: a parabola in log(length), through the three nearest lengths."""
     if not min(losses) <= length <= max(losses):
@@ -392,3 +394,12 @@ def at_length(length, losses):
                 weight *= math.log(length / b) / math.log(a / b)
         value += weight * losses[a]
     return value
+
+
+def plus_minus(interval):
+    return "{:+.4f} ± {:.4f}".format(*interval)
+
+
+def table(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
