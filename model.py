@@ -54,7 +54,7 @@ class GPTConfig:
     tied: bool = False  # one matrix for embedding and head
     smear: int = 4  # tokens before the current one whose embeddings are added to its own
     value_embeds: bool = True  # every second block adds an embedding of the token to its values
-    logit_cap: float | None = 15.0  # logits become cap tanh(logits / cap); None: no cap
+    logit_cap: float | None = None  # logits become cap tanh(logits / cap); None: no cap
     bias: bool = False  # biases in the linears, and LayerNorm's shift
     dropout: float = 0.0  # on the embedding, the attention weights and every sublayer's output
     init: str = "kaiming"  # linears: normal, kaiming (gain of the activation), xavier or uniform
