@@ -4,7 +4,8 @@ PYTHON ?= python3
 ARGS ?=
 RUN = .venv/bin/python
 DEVELOPMENT = pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.17.6
-HARNESS = lm-eval==0.4.13
+OTHERS = lm-eval==0.4.13 transformers==5.23.0 safetensors==0.8.0 tokenizers==0.23.3 \
+	accelerate==1.15.0
 
 train: .venv/ready
 	$(RUN) prepare_c4.py
@@ -32,7 +33,7 @@ lint: .venv/ready-to-test
 	touch $@
 
 .venv/ready-for-slow: .venv/ready-to-test
-	.venv/bin/pip install --quiet $(HARNESS)
+	.venv/bin/pip install --quiet $(OTHERS)
 	touch $@
 
 .PHONY: train test slow lint

@@ -5,13 +5,17 @@ several query heads share one key and value head (Ainslie et al. 2023, arXiv 230
     position t rotates the pair (x_i, x_{i+D/2}) of q and k by the angle t rope_base^(-2i/D)    (1)
     y = softmax(q k^T / sqrt(D)) v, over the keys that the mask allows                          (2)
     v = W_V h + gate E'[token] in every second block, as value_embeds asks                      (3)
+    rope_scaling slows the angles of (1), for contexts longer than those of the training:
+    (c,)              every angle is divided by c                                               (4)
+    (c, lo, hi, L)    as in Llama 3: an angle that turns fewer than lo times in L positions is
+                      divided by c, one that turns more than hi times is not, between them      (5)
 
 Mixture of Depths computes some of the queries only (mod.py). Decoding reads keys and values from a
 cache (generate.py). Fine-tuning packs several documents into a row and masks between them.
 
 Differs from the papers: (1) pairs feature i with i + D/2, where Su et al. pair neighbours.
 
-Sizes in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, D = C / H, L cache length.
+Sizes in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, D head width, L cache length.
 """
 
 import math
@@ -24,10 +28,26 @@ import norms
 from norms import RMSNorm
 
 
+def head_width(config):
+    return config.head_dim or config.n_embd // config.n_head
+
+
+def scaled(freq, rope_scaling):
+    """Eq. 4 or 5: the angles per position, freq (D/2,), for a longer context."""
+    if len(rope_scaling) == 1:
+        return freq / rope_scaling[0]  # Eq. 4
+    factor, low, high, length = rope_scaling
+    turns = length * freq / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * freq + (1 - keep) * freq / factor  # Eq. 5
+
+
 def rotary_table(config, device):
     """cos and sin of the angles of Eq. 1, (block_size, D/2) each, in float32."""
-    half = config.n_embd // config.n_head // 2
+    half = head_width(config) // 2
     freq = config.rope_base ** (-torch.arange(half, device=device).float() / half)
+    if config.rope_scaling is not None:
+        freq = scaled(freq, config.rope_scaling)
     angle = torch.arange(config.block_size, device=device).float()[:, None] * freq
     return angle.cos(), angle.sin()
 
@@ -74,16 +94,21 @@ def gather_rows(x, rows):
 class Attention(nn.Module):
     def __init__(self, config, b=0):
         super().__init__()
-        C, D, bias = config.n_embd, config.n_embd // config.n_head, config.bias
+        C, D = config.n_embd, head_width(config)
+        both = (config.bias, config.bias)
+        biases = {None: both, "none": (False, False), "qkv": (True, False), "all": (True, True)}
+        bias, out_bias = biases[config.attn_bias]
         self.n_head = config.n_head
         self.n_kv_head = config.n_kv_head or config.n_head
         self.dropout = config.dropout
         self.wq = nn.Linear(C, self.n_head * D, bias)
         self.wk = nn.Linear(C, self.n_kv_head * D, bias)
         self.wv = nn.Linear(C, self.n_kv_head * D, bias)
-        self.wo = nn.Linear(self.n_head * D, C, bias)
-        self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.wo = nn.Linear(self.n_head * D, C, out_bias)
+        self.joint = config.qk_norm_joint
+        of_q, of_k = (self.n_head * D, self.n_kv_head * D) if self.joint else (D, D)
+        self.q_norm = RMSNorm(of_q, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(of_k, config.norm_eps) if config.qk_norm else nn.Identity()
         takes_values = config.value_embeds and (config.n_layer - 1 - b) % 2 == 0  # last block too
         self.value_gate = nn.Parameter(torch.empty(self.n_kv_head)) if takes_values else None
         self.q_scale = self.k_scale = nn.Identity()  # unless the mode has its own
@@ -94,14 +119,18 @@ class Attention(nn.Module):
             nn.init.ones_(self.value_gate)
 
     def query(self, h, rope):
-        return self.q_scale(rotary(self.q_norm(self.heads(self.wq(h))), rope))  # (B, H, T, D)
+        q = self.normed(self.q_norm, self.wq(h))
+        return self.q_scale(rotary(q, rope))  # (B, H, T, D)
 
     def key_value(self, h, rope, values=None):
-        k = self.k_scale(rotary(self.k_norm(self.heads(self.wk(h))), rope))
+        k = self.k_scale(rotary(self.normed(self.k_norm, self.wk(h)), rope))
         v = self.heads(self.wv(h))
         if values is not None:
             v = (v + self.value_gate[:, None, None] * self.heads(values)).to(v.dtype)  # Eq. 3
         return k, v  # (B, G, T, D) each
+
+    def normed(self, norm, x):
+        return self.heads(norm(x)) if self.joint else norm(self.heads(x))
 
     def heads(self, x):
         return x.unflatten(-1, (-1, self.wq.out_features // self.n_head)).transpose(1, 2)

@@ -67,6 +67,14 @@ def newest(out_dir):
     return folder if step_of(folder) > read_file(file)["step"] else file
 
 
+def copy_tokenizer(folder, to):
+    """Copy the tokenizer of an imported model, if there is one. It lies beside the checkpoint."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = os.path.join(folder, name)
+        if os.path.exists(path) and os.path.abspath(folder) != os.path.abspath(to):
+            shutil.copyfile(path, os.path.join(to, name))
+
+
 def step_of(folder):
     return int(folder.rpartition("_")[2])
 

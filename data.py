@@ -9,13 +9,14 @@ import base64
 import hashlib
 import json
 import os
+import re
 import struct
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 import tiktoken
@@ -66,7 +67,10 @@ def get_tokenizer(name):
     """A tiktoken Encoding: "bytes", a local .tiktoken file, or a name that tiktoken downloads.
 
     A .tiktoken file has lines of `base64 rank`; its text is split into words as gpt2 does.
+    A .json file is a JsonTokenizer.
     """
+    if name.endswith(".json"):
+        return JsonTokenizer(name)
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding(
@@ -82,12 +86,114 @@ def get_tokenizer(name):
         )
     if name not in tiktoken.list_encoding_names():
         names = ", ".join(tiktoken.list_encoding_names())
-        raise SystemExit(f"tokenizer={name!r}: choose bytes, a .tiktoken file, or one of {names}")
+        files = "a .tiktoken file, a tokenizer.json"
+        raise SystemExit(f"tokenizer={name!r}: choose bytes, {files}, or one of {names}")
     return tiktoken.get_encoding(name)
+
+
+def byte_characters():
+    """The character that byte-level BPE writes for each byte: itself, if it can be printed."""
+    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
+
+
+class JsonTokenizer:
+    """A tokenizer.json of Hugging Face, with the part of tiktoken's Encoding that is used here.
+
+    Text that spells a special token becomes ordinary tokens. start: the ids that begin a text.
+    bos: the begin-of-text token, or None. A tokenizer may have one that begins no text.
+    """
+
+    def __init__(self, path, eot=None, start=None, bos=None):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise SystemExit(f"{path} needs a package: pip install tokenizers") from None
+        if not os.path.exists(path):
+            raise SystemExit(f"{path}: no such tokenizer file")
+        try:
+            self.inner = Tokenizer.from_file(path)
+        except Exception as error:  # the package raises nothing more specific
+            raise SystemExit(f"{path} is no tokenizer.json: {error}") from None
+        self.inner.encode_special_tokens = True
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        self.sha256 = file_sha256(path)
+        self.added = self.inner.get_added_tokens_decoder()
+        self.n_vocab = 1 + max(self.inner.get_vocab(with_added_tokens=True).values())
+        self.eot_token, self.bos_token = self.special_tokens(path) if eot is None else (eot, bos)
+        self.start, self.imported = start or [], start is not None
+        if not self.imported:  # the tokenizer of shards, in which end-of-text begins every text
+            self.start = [self.eot_token]
+        self.bytes_of = {c: byte for byte, c in enumerate(byte_characters())}
+        self.byte_level = "ByteLevel" in str(self.inner.decoder)
+
+    def special_tokens(self, path):
+        """Ids of end-of-text and begin-of-text, from files that Hugging Face keeps beside it."""
+        found = {"eos": None, "bos": None}
+        for name, key in (("tokenizer_config.json", "{}_token"), ("config.json", "{}_token_id")):
+            beside = os.path.join(os.path.dirname(path), name)
+            given = json.load(open(beside)) if os.path.exists(beside) else {}
+            for kind in found:
+                value = given.get(key.format(kind))
+                value = value["content"] if isinstance(value, dict) else value
+                value = value[0] if isinstance(value, list) else value
+                value = self.inner.token_to_id(value) if isinstance(value, str) else value
+                found[kind] = value if found[kind] is None else found[kind]
+        if found["eos"] is None:
+            raise SystemExit(f"{path}: no tokenizer_config.json with eos_token beside it")
+        return found["eos"], found["bos"]
+
+    def own_start(self):
+        """The ids that the tokenizer itself puts before a text, such as begin-of-text."""
+        made = self.inner.encode("a")
+        pairs = takewhile(lambda pair: pair[1], zip(made.ids, made.special_tokens_mask))
+        return [i for i, _ in pairs]
+
+    def encode_ordinary(self, text):
+        return self.inner.encode(text, add_special_tokens=False).ids
+
+    def encode_to_numpy(self, text, disallowed_special=()):
+        return np.array(self.encode_ordinary(text))
+
+    def decode(self, ids):
+        return self.inner.decode(ids, skip_special_tokens=False)
+
+    def decode_single_token_bytes(self, i):
+        """The bytes of a token: exact for byte-level BPE."""
+        if i in self.added:
+            return self.added[i].content.encode()
+        text = self.inner.id_to_token(i) or ""
+        if self.byte_level:
+            return bytes(self.bytes_of[character] for character in text)
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", text):
+            return bytes([int(text[3:5], 16)])
+        return text.replace("\u2581", " ").encode()
+
+
+def token_bytes(encoding):
+    """Bytes of text of each token id. Special tokens have 0, and so has the id -1 of padding."""
+    lengths = np.zeros(encoding.n_vocab + 1)
+    if isinstance(encoding, JsonTokenizer):
+        for i in encoding.inner.get_vocab(with_added_tokens=True).values():
+            if i not in encoding.added or not encoding.added[i].special:
+                lengths[i] = len(encoding.decode_single_token_bytes(i))
+    else:
+        for token, i in encoding._mergeable_ranks.items():
+            lengths[i] = len(token)
+    return lengths
+
+
+def start_of_text(encoding):
+    """The token ids that begin a text: end-of-text, or those of an imported model's tokenizer."""
+    return getattr(encoding, "start", [encoding.eot_token])
 
 
 def fingerprint(encoding):
     """sha256 of everything that decides how text becomes token ids."""
+    if isinstance(encoding, JsonTokenizer):
+        return hashlib.sha256(f"{encoding.sha256} {encoding.eot_token}".encode()).digest()
     digest = hashlib.sha256(encoding._pat_str.encode())
     for token, rank in sorted(encoding._mergeable_ranks.items()):
         digest.update(struct.pack("<II", rank, len(token)) + token)
@@ -95,10 +201,13 @@ def fingerprint(encoding):
     return digest.digest()
 
 
-def meta_tokenizer(data_dir, meta):
-    """The tokenizer that made the shards in data_dir."""
+def meta_tokenizer(folder, meta):
+    """The tokenizer that made the shards in a folder, or that was imported into it."""
     name = meta["tokenizer"]
-    return get_tokenizer(os.path.join(data_dir, name) if name.endswith(".tiktoken") else name)
+    if name.endswith(".json"):
+        path = os.path.join(folder, name)
+        return JsonTokenizer(path, meta["eot"], meta.get("start"), meta.get("bos"))
+    return get_tokenizer(os.path.join(folder, name) if name.endswith(".tiktoken") else name)
 
 
 def token_dtype(n_vocab):

@@ -149,7 +149,7 @@ def outcomes(model, stream, y):
     log_rms = model.ends.additive(stream).square().mean(-1).log() / 2
     logp = model.logits(*model.ends.readout(stream, model.head.weight)).float().log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1)
-    loss = -logp.gather(-1, y[..., None])[..., 0]
+    loss = -logp.gather(-1, y.clamp(min=0)[..., None])[..., 0]
     best, guess = logp.max(-1)
     return torch.stack([log_rms, entropy, loss, best.exp(), (guess == y).float()]).flatten(1)
 
@@ -164,7 +164,7 @@ def depth(model, batches):
         for key, value in seen.items():
             sums[key] = sums[key] + value * (len(x) / n)
         directions = directions + of_batch * (len(x) / n)
-        tokens.append(values)
+        tokens.append(values[:, y.flatten() >= 0])
     report = {key: mean.tolist() for key, mean in sums.items()}
     directions = F.normalize(directions, dim=-1)
     report["similarity"] = (directions @ directions.T).tolist()

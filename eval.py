@@ -24,7 +24,17 @@ import depth
 import lora
 import mod
 from configurator import configure
-from data import Windows, eval_batches, meta_tokenizer, read_documents, spread, to_batch, write_json
+from data import (
+    Windows,
+    eval_batches,
+    meta_tokenizer,
+    read_documents,
+    spread,
+    start_of_text,
+    to_batch,
+    token_bytes,
+    write_json,
+)
 from generate import FOLDS, KVCache, stream_tokens
 from machine import autocast, can_compile, pick_device, pick_dtype, prepare_process
 from model import evaluate
@@ -35,7 +45,8 @@ data_dir: str | None = None  # folder with the shards; None: the one that the ru
 what: str | None = None  # parts: loss,depth,mod,sample,tasks; None: all that apply except tasks
 eval_tokens: int | None = None  # tokens for loss: evenly spaced, or the first of --text; None: all
 val_part = "all"  # windows of the validation split: all, or one half of them, tune or report
-text: str | None = None  # file (text, .jsonl, .parquet) or hub data set for loss; None: the split
+context: int | None = None  # tokens of a window; None: the model's block_size
+text: str | None = None  # file (text, .jsonl, .parquet) or hub data set; None: validation split
 text_column = "text"  # column that holds the text in records
 text_split = "test"  # split of a data set on the hub
 depth_tokens = 16384  # validation tokens for depth and mod, evenly spaced over the split
@@ -65,26 +76,34 @@ class TextWindows:
     """Texts as rows (2, T) of inputs and targets.
 
     End-of-text precedes the first text and follows each text. The last row is padded with targets
-    of -1, which the loss ignores. tokens limits the number of targets.
+    of -1, which the loss ignores. tokens limits the number of targets. An imported model's texts
+    begin as its tokenizer says. These ids are no targets.
     """
 
     def __init__(self, texts, encoding, T, tokens=None):
-        ids = [encoding.eot_token]
+        eot, start = encoding.eot_token, start_of_text(encoding)
+        ids, self.empty = [], True
         for one in texts:
-            ids += [*encoding.encode_ordinary(one), encoding.eot_token]
+            body = encoding.encode_ordinary(one)
+            begin = start if start != [eot] or not ids else []  # end-of-text is there already
+            ids += [(i, -1) for i in begin] + [(i, i) for i in (*body, eot)]
+            self.empty &= not body
             if tokens is not None and len(ids) > tokens:
                 break
-        self.ids, self.T = ids[: None if tokens is None else tokens + 1], T
-        if len(self.ids) < 3:  # only end-of-text, twice
+        ids = ids[: None if tokens is None else tokens + 1]
+        self.x, self.y = [i for i, _ in ids[:-1]], [target for _, target in ids[1:]]
+        if self.empty:
             raise SystemExit(f"text={text!r}: the text is empty")
+        self.T = min(T, len(self.x))
 
     def __len__(self):
-        return math.ceil((len(self.ids) - 1) / self.T)
+        return math.ceil(len(self.x) / self.T)
 
     def __getitem__(self, i):
-        row = self.ids[i * self.T : (i + 1) * self.T + 1]
-        padding = self.T + 1 - len(row)
-        return np.array([row[:-1] + [0] * padding, row[1:] + [-1] * padding])
+        part = slice(i * self.T, (i + 1) * self.T)
+        x, y = self.x[part], self.y[part]
+        padding = self.T - len(x)
+        return np.array([x + [0] * padding, y + [-1] * padding])
 
 
 def read_texts(source, column, split):
@@ -100,14 +119,12 @@ def read_texts(source, column, split):
 
 def loss(model, windows, indices, encoding, batch_size, device):
     """Loss in nats per token, perplexity, and bits per byte of the text."""
-    token_bytes = np.zeros(encoding.n_vocab + 1)  # end-of-text and padding (-1) have 0 bytes
-    for token, i in encoding._mergeable_ranks.items():
-        token_bytes[i] = len(token)
+    lengths = token_bytes(encoding)
     tokens, text_bytes = 0, 0
     for i in indices:
         targets = to_batch([windows[i]], "cpu")[1].numpy()
         tokens += int((targets >= 0).sum())
-        text_bytes += int(token_bytes[targets].sum())
+        text_bytes += int(lengths[targets].sum())
 
     if compile or (compile is None and tokens > 500_000 and can_compile(device.type)):
         model = copy.deepcopy(model)  # the other parts need the uncompiled model
@@ -194,10 +211,14 @@ def harness(model, encoding, batch_size, device):
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
-    T, eot = model.config.block_size, encoding.eot_token
+    T, eot, start = model.config.block_size, encoding.eot_token, start_of_text(encoding)
+    first, own, n_vocab = eot, [], encoding.n_vocab
+    if getattr(encoding, "imported", False):  # all as in the harness's own class `hf`
+        first = eot if encoding.bos_token is None else encoding.bos_token
+        own, n_vocab = start, model.config.vocab_size
 
     class Checkpoint(TemplateLM):
-        eot_token_id = eot  # each context starts with it, as each document does in training
+        eot_token_id, prefix_token_id = eot, first
 
         def tok_encode(self, string, **kwargs):
             return encoding.encode_ordinary(string)
@@ -205,18 +226,18 @@ def harness(model, encoding, batch_size, device):
         def _loglikelihood_tokens(self, requests, **kwargs):
             pairs = []
             for _, context, continuation in requests:
-                context = context[1:] if context[:1] == [eot] else context
-                cut = max(0, len(context) + len(continuation) - T)
-                pairs.append(([eot, *context[cut:]], continuation))
-            return score_choices(model, pairs, batch_size, encoding.n_vocab, device)
+                context = context[1:] if start and context == [first] else context
+                cut = max(0, len(start) + len(context) + len(continuation) - 1 - T)
+                pairs.append(([*start, *context[cut:]], continuation))
+            return score_choices(model, pairs, batch_size, n_vocab, device)
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
             totals = []
             for request in requests:
-                ids = self.tok_encode(request.args[0])
-                windows = utils.get_rolling_token_windows(ids, eot, T, 1)
+                ids = [*own, *self.tok_encode(request.args[0])]
+                windows = utils.get_rolling_token_windows(ids, first, T, 1)
                 pairs = [utils.make_disjoint_window(window) for window in windows]
-                scores = score_choices(model, pairs, batch_size, encoding.n_vocab, device)
+                scores = score_choices(model, pairs, batch_size, n_vocab, device)
                 totals.append(sum(total for total, _ in scores))
             return totals
 
@@ -240,7 +261,7 @@ def write_until(model, encoding, context, stops, max_new, temperature, device):
     """
     size = model.config.block_size
     keep = max(size // 2, size - max_new)
-    ids = [encoding.eot_token, *encoding.encode_ordinary(context)[-max(1, keep - 1) :]]
+    ids = [*start_of_text(encoding), *encoding.encode_ordinary(context)[-max(1, keep - 1) :]]
     start, written = torch.tensor([ids], device=device), []
     for token in stream_tokens(model, start, max_new, temperature, n_vocab=encoding.n_vocab):
         written.append(int(token))
@@ -325,10 +346,10 @@ def show_tasks(report):
 
 
 def sample(model, encoding, device):
-    """Print and return a continuation of the prompt. End-of-text precedes the prompt."""
+    """Print and return a continuation of the prompt."""
     torch.manual_seed(seed)
     began, times = time.perf_counter(), []
-    ids = start_of_text(encoding)
+    ids = begun_prompt(encoding)
     start = torch.tensor([ids], device=device)
     choices = dict(temperature=temperature, top_k=top_k, top_p=top_p, compile=bool(compile))
     eot, n_vocab = encoding.eot_token, encoding.n_vocab
@@ -346,12 +367,13 @@ def sample(model, encoding, device):
             print(decoder.decode(new_bytes), end="", flush=True)
     skipped = f", {mod.skipped(mod.routers(model)):.1%} skipped" if mod.routers(model) else ""
     print(f"\n{decoding_speed(began, times)}{skipped}")
-    return encoding.decode(ids[1:])
+    return encoding.decode(ids[len(start_of_text(encoding)) :])
 
 
-def start_of_text(encoding):
-    """Token ids of end-of-text and the prompt."""
-    return [encoding.eot_token, *encoding.encode_ordinary(prompt)]
+def begun_prompt(encoding):
+    """Token ids of the prompt, after those that begin a text."""
+    ids = [*start_of_text(encoding), *encoding.encode_ordinary(prompt)]
+    return ids or [encoding.eot_token]
 
 
 def decoding_speed(began, times):
@@ -373,21 +395,22 @@ def decoding_speed(began, times):
 
 
 def answers(parts, model, windows, encoding):
-    """Evaluate and print each part, and yield (part, report)."""
-    indices = spread(windows, depth_tokens, val_part)
+    """Evaluate and print each part, and yield (part, report). windows: the split, or None."""
+    rows, reads = windows, set(parts) & {"loss", "depth", "mod"}
+    if text is not None:
+        T = context or model.config.block_size
+        rows = TextWindows(read_texts(text, text_column, text_split), encoding, T, eval_tokens)
     if "loss" in parts:
-        if text is None:
-            rows, places = windows, spread(windows, eval_tokens, val_part)
-        else:
-            texts = read_texts(text, text_column, text_split)
-            rows = TextWindows(texts, encoding, windows.T, eval_tokens)
-            places = range(len(rows))
+        places = range(len(rows)) if text is not None else spread(rows, eval_tokens, val_part)
         report = loss(model, rows, places, encoding, batch_size, device)
         show_loss(report)
         yield "loss", report
+    places = spread(rows, depth_tokens, val_part if text is None else "all") if reads else []
+    if text is not None:
+        places = [i for i in places if i < len(rows.x) // rows.T]  # without the padded last row
     batches = []
-    for x, y in eval_batches(windows, indices, batch_size, device):
-        real = y[:, 0] >= 0  # False for the padding rows of the last batch
+    for x, y in eval_batches(rows, places, batch_size, device):
+        real = (y >= 0).any(1)  # False for the padding rows of the last batch
         batches.append((x[real], y[real]))
     if "depth" in parts:
         report = depth.depth(model, batches)
@@ -396,8 +419,8 @@ def answers(parts, model, windows, encoding):
         show_depth(report)
         yield "depth", report
     if "mod" in parts:
-        report = depth.skipping(model, batches, start_of_text(encoding)[: windows.T])
-        padded = [*eval_batches(windows, indices, batch_size, device)]
+        report = depth.skipping(model, batches, begun_prompt(encoding)[: rows.T])
+        padded = [*eval_batches(rows, places, batch_size, device)]
         report["causal loss"] = evaluate(model, padded)
         with mod.switched(model, "look_ahead"):
             report["look-ahead loss"] = evaluate(model, padded)
@@ -424,7 +447,7 @@ def dial(model, directory):
     mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
 
 
-def choose_parts(model, settings):
+def choose_parts(model, settings, has_text):
     """The parts to evaluate. Unknown parts and settings of parts that do not run are errors."""
     known = ["loss", "depth", "mod", "sample", "tasks"]
     if not mod.routers(model):
@@ -433,12 +456,31 @@ def choose_parts(model, settings):
     unknown = set(parts) - set(known)
     if unknown:
         raise SystemExit(f"what={what!r}: {', '.join(unknown)} is not one of {', '.join(known)}")
-    used_by = {"text": "loss", "tasks": "tasks", "task_dir": "tasks", "limit": "tasks"}
-    for key, part in used_by.items():
-        if settings[key] is not None and part not in parts:
+    reads = [part for part in parts if part in ("loss", "depth", "mod")]
+    if not has_text and what is None:
+        parts = ["sample"]
+    elif not has_text and reads:
+        raise SystemExit(f"{', '.join(reads)}: this model has no shards: give --text or --data_dir")
+    tasks_only = dict.fromkeys(("tasks", "task_dir", "limit"), ("tasks",))
+    used_by = {"text": ("loss", "depth", "mod"), **tasks_only}
+    for key, users in used_by.items():
+        if settings[key] is not None and not set(users) & set(parts):
             asked = f"which what={what!r} does not include"
-            raise SystemExit(f"{key}={settings[key]!r} is for {part}, {asked}")
+            raise SystemExit(f"{key}={settings[key]!r} is for {' or '.join(users)}, {asked}")
     return parts
+
+
+def open_data(state, model):
+    """The windows of the validation split, or None without shards, and the tokenizer."""
+    directory, meta = data_dir or state["settings"]["data_dir"], state["meta"]
+    if directory is None:
+        if not meta["tokenizer"]:
+            raise SystemExit("this model was imported without a tokenizer.json: give --data_dir")
+        return None, meta_tokenizer(os.path.dirname(state["path"]), meta)
+    windows = Windows(directory, "val", context or model.config.block_size)
+    if windows.meta["tokenizer_sha256"] != meta["tokenizer_sha256"]:
+        raise SystemExit("the data's tokenizer is not the one that the checkpoint was trained with")
+    return windows, meta_tokenizer(directory, windows.meta)
 
 
 def main():
@@ -451,13 +493,12 @@ def main():
     state, model = lora.load_model(path, device)
     if loss_chunk is not None:
         model.loss_chunk = loss_chunk
-    parts = choose_parts(model, settings)
-    directory = data_dir or state["settings"]["data_dir"]
-    windows = Windows(directory, "val", model.config.block_size)
-    if windows.meta["tokenizer_sha256"] != state["meta"]["tokenizer_sha256"]:
-        raise SystemExit("the data's tokenizer is not the one that the checkpoint was trained with")
+    windows, encoding = open_data(state, model)
+    parts = choose_parts(model, settings, windows is not None or text is not None)
+    if context is not None and context > model.config.block_size:
+        raise SystemExit(f"context={context}: the model has block_size={model.config.block_size}")
     if mod_rate is not None:
-        dial(model, directory)
+        dial(model, data_dir or state["settings"]["data_dir"])
 
     path = os.path.join(out_dir, "eval.json")
     report = {"checkpoint": os.path.basename(state["path"]), "step": state["step"]}
@@ -465,8 +506,8 @@ def main():
         old = json.load(open(path))
         report = old if old.items() >= report.items() else report
     report["settings"] = report.get("settings", {}) | dict.fromkeys(parts, settings)
-    report["data"] = windows.sha256
-    report |= dict(answers(parts, model, windows, meta_tokenizer(directory, windows.meta)))
+    report["data"] = None if windows is None else windows.sha256
+    report |= dict(answers(parts, model, windows, encoding))
     write_json(path, report)
 
 

@@ -11,6 +11,7 @@ import torch
 
 import bhyt
 import nag
+from attention import head_width
 
 # functions that precompute weights for inference, which cannot be undone
 FOLDS = {"nag": nag.fold, "bhyt": bhyt.fold, "bhyt_exact": bhyt.fold}
@@ -28,7 +29,7 @@ class KVCache:
         config, w = model.config, model.embed.weight
         autocast = torch.is_autocast_enabled(w.device.type)
         dtype = torch.get_autocast_dtype(w.device.type) if autocast else w.dtype
-        shape = (batch, config.n_kv_head or config.n_head, length, config.n_embd // config.n_head)
+        shape = (batch, config.n_kv_head or config.n_head, length, head_width(config))
         self.kv = [
             [torch.zeros(shape, dtype=dtype, device=w.device) for _ in "kv"]
             for _ in range(config.n_layer)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkpoint
-from data import file_sha256
+from data import file_sha256, start_of_text
 from model import GPT, GPTConfig
 
 TARGETS = ("wq", "wk", "wv", "wo", "up", "gate", "down")  # the linears of a block
@@ -171,7 +171,8 @@ VAL_SHARE = 0.1  # share of the conversations for validation, at least one
 
 def encode(turns, encoding):
     """Token ids of a conversation, and a flag for each: whether it belongs to an answer."""
-    ids, is_answer = [encoding.eot_token], [False]
+    ids = [*start_of_text(encoding)]
+    is_answer = [False] * len(ids)
     for question, answer in zip(turns[::2], turns[1::2]):
         asked = encoding.encode_ordinary(ASK.format(question))
         answered = [*encoding.encode_ordinary(ANSWER.format(answer)), encoding.eot_token]
@@ -274,7 +275,7 @@ def main(path, to):
         raise SystemExit(f"{path} has no adapters to merge")
     weights = model.state_dict().items()
     state["model"] = {k: v for k, v in weights if k.rpartition(".")[2] not in ("A", "B")}
-    state.pop("path")
+    checkpoint.copy_tokenizer(os.path.dirname(state.pop("path")), os.path.dirname(to) or ".")
     checkpoint.save(to, state | {"optimizers": []})
 
 

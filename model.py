@@ -22,7 +22,7 @@ import nag
 import ngpt
 import norms
 import streams
-from attention import Attention, gather_rows, rotary_table
+from attention import Attention, gather_rows, head_width, rotary_table
 from muon import Muon
 from norms import pick
 
@@ -40,6 +40,7 @@ class GPTConfig:
     n_layer: int = 8  # blocks, each of attention and MLP
     n_head: int = 2  # query heads
     n_kv_head: int | None = None  # key and value heads; None: as many as n_head
+    head_dim: int | None = None  # width of a head; None: n_embd / n_head
     n_embd: int = 128  # width of the stream
     n_hidden: int | None = None  # width of the MLP; None: 4 n_embd, for swiglu about 8/3 n_embd
     block_size: int = 256  # context length in tokens
@@ -49,13 +50,16 @@ class GPTConfig:
     norm_eps: float = 1e-6  # epsilon of the norms, inside the root
     activation: str = "relu"  # gelu (exact, by erf), relu, relu2, silu or swiglu
     qk_norm: bool = True  # RMSNorm on queries and keys
+    qk_norm_joint: bool = False  # qk_norm over all heads together; False: in each head
     rope_base: float = 10000.0  # base of the rotary frequencies
+    rope_scaling: tuple | None = None  # longer contexts, see attention.scaled
     bf16_stream: bool = False  # keep the stream in bfloat16 under bfloat16 autocast
     tied: bool = False  # one matrix for embedding and head
     smear: int = 4  # tokens before the current one whose embeddings are added to its own
     value_embeds: bool = True  # every second block adds an embedding of the token to its values
     logit_cap: float | None = None  # logits become cap tanh(logits / cap); None: no cap
     bias: bool = False  # biases in the linears, and LayerNorm's shift
+    attn_bias: str | None = None  # biases in the attention: none, qkv or all; None: as bias says
     dropout: float = 0.0  # on the embedding, the attention weights and every sublayer's output
     init: str = "kaiming"  # linears: normal, kaiming (gain of the activation), xavier or uniform
     init_scale: float = 0.05  # std of the embedding and of normal; bound of uniform
@@ -451,7 +455,7 @@ class GPT(nn.Module):
         Experts that a token does not use, sublayers that it skips (k of T tokens run) and
         gradients of frozen weights do not count.
         """
-        C, T = self.config.n_embd, self.config.block_size
+        C, T = self.config.n_head * head_width(self.config), self.config.block_size
 
         def cost(modules):
             total = 0
@@ -491,13 +495,14 @@ CHOICES = {  # settings that must be one of some names
     "mod_budget": ("global", "layer"),
     "moe_balance": ("bias", "loss"),
     "mhc_start": streams.STARTS,
+    "attn_bias": (None, "none", "qkv", "all"),
 }
 
 
 def check(config):
     """Raise a ValueError that names the setting and says what it may be."""
     c, C, H, G = config, config.n_embd, config.n_head, config.n_kv_head or config.n_head
-    for name in "n_layer n_head n_kv_head n_embd n_hidden block_size vocab_size".split():
+    for name in "n_layer n_head n_kv_head head_dim n_embd n_hidden block_size vocab_size".split():
         if getattr(c, name) is not None and getattr(c, name) < 1:
             raise ValueError(f"{name}={getattr(c, name)}: give at least 1")
     for name, choices in CHOICES.items():
@@ -506,6 +511,9 @@ def check(config):
     least_blocks = {"alternate": 2, "inner": 3}.get(c.mod_blocks, 1)
     lambdas = len(c.bhyt_lambda) == 3 and min(c.bhyt_lambda[:2]) > 0
     unset = (None, GPTConfig.head_scale)
+    scaling = c.rope_scaling or (1.0,)
+    rising = len(scaling) == 1 or scaling[1:2] < scaling[2:3]
+    scales = len(scaling) in (1, 4) and min(scaling) > 0 and rising
     experts = not c.moe_experts or (1 <= c.moe_top_k <= c.moe_experts and c.moe_rate >= 0)
     rules = (
         (c.rope_base > 0, f"rope_base={c.rope_base}: must be above 0"),
@@ -527,8 +535,14 @@ def check(config):
             f"init={c.init!r} does not use init_scale={c.init_scale}",
         ),
         (0 <= c.dropout < 1, f"dropout={c.dropout}: give a share, 0 <= dropout < 1"),
-        (C % H == 0, f"n_embd={C} does not divide into n_head={H} heads"),
-        (C // H % 2 == 0, f"n_embd / n_head = {C // H} is odd: rotary turns pairs of features"),
+        (c.head_dim or C % H == 0, f"n_embd={C} does not divide into n_head={H} heads"),
+        (
+            head_width(c) % 2 == 0,
+            f"heads of width {head_width(c)}, head_dim or n_embd / n_head: rotary turns pairs of "
+            "features, so give an even width",
+        ),
+        (c.qk_norm or not c.qk_norm_joint, "qk_norm_joint=True needs qk_norm=True"),
+        (scales, f"rope_scaling={scaling!r}: give (factor,) or (factor, low, high, length)"),
         (H % G == 0, f"n_head={H} query heads do not divide over n_kv_head={G}"),
         (len(c.dyt_alpha) == 3, f"dyt_alpha={c.dyt_alpha!r}: give three starts"),
         (lambdas, f"bhyt_lambda={c.bhyt_lambda!r}: give three starts, the first two above 0"),

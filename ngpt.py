@@ -2,7 +2,7 @@
 nGPT, the normalised transformer: the stream and the matrices live on the unit sphere
 (Loshchilov et al. 2024, arXiv 2410.01131).
 
-unit(x) = x / |x|. d is n_embd, D = d / n_head. The product of two vectors is by element.
+unit(x) = x / |x|. d is n_embd, D is the width of a head. The product of two vectors is by element.
 
     weights    unit rows: embedding, head, W_q, W_k, W_v, W_up, W_gate, whose input is the stream
                unit columns: W_o, W_down, whose output is the stream
@@ -50,6 +50,7 @@ import math
 import torch
 from torch import nn
 
+from attention import head_width
 from norms import NoEnds, Stream, mlps, refuse, upcast, weight_of
 
 
@@ -65,7 +66,7 @@ class UnitHeads(nn.Module):
 
     def __init__(self, heads, config):
         super().__init__()
-        D = config.n_embd // config.n_head
+        D = head_width(config)
         self.s = nn.Parameter(torch.empty(heads * D))
         self.heads, self.root = heads, math.sqrt(config.n_embd)
 
@@ -158,7 +159,7 @@ class NGPT(nn.Module):
     def equip(block, config):
         """Give the attention and the MLPs of a block the scales of Eqs. 3 and 4."""
         attn = block.attn
-        attn.softmax_scale = math.sqrt(config.n_embd // config.n_head)
+        attn.softmax_scale = math.sqrt(head_width(config))
         attn.q_scale = attn.k_scale = UnitHeads(attn.n_head, config)
         if attn.n_kv_head != attn.n_head:
             attn.k_scale = UnitHeads(attn.n_kv_head, config)

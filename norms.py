@@ -13,6 +13,8 @@ The additive family: how a sublayer F reads the residual stream x and writes its
     x0mix      x <- lambda x + mu x_0 before each block, and (3) in it; x_0 = Norm(embedding)   (10)
                the head reads Norm(x - nu x_m); x_m is the stream after block B // 2            (11)
 
+    outnorm    x <- x + Norm(F(x))                       OLMo 2, 2025, arXiv 2501.00656         (12)
+
 b is the 0-based block, and B is n_layer. Each mode has two small modules. The residual, one per
 sublayer, has read and write. The ends, one per model, turn the token embedding into a stream and
 the last stream into the hidden states that the head multiplies.
@@ -285,6 +287,16 @@ class PeriNorm(PreNorm):
         return stream.replace(x=stream.x + gate * self.norm_out(f))  # Eq. 4
 
 
+class OutNorm(PreNorm):
+    init_out = "plain"
+
+    def read(self, stream):
+        return stream.x, stream
+
+    def write(self, stream, f, gate=1.0):
+        return stream.replace(x=stream.x + gate * self.norm(f))  # Eq. 12
+
+
 class LNS(PreNorm):
     init_out = "plain"  # the authors report that scaled output projections weaken LNS
 
@@ -398,4 +410,5 @@ RESIDUALS = {
     "rezero": ReZero,
     "mixln": MixLN,
     "x0mix": X0Mix,
+    "outnorm": OutNorm,
 }

@@ -45,7 +45,7 @@ COLOURS = {
     "dyt": "#E69F00", "none": "#CC79A7", "nag": "#56B4E9", "orthogonal": "#999999",
     "bhyt": "#882255", "bhyt_exact": "#AA4499", "prenorm_approx": "#666666",
     "ngpt": "#332288", "deepnorm": "#999933", "rezero": "#DDCC77", "mixln": "#CC6677",
-    "x0mix": "#117733",
+    "x0mix": "#117733", "outnorm": "#77AADD",
     "hc": "#661100", "mhc": "#44AA99", "attnres": "#6699CC", "attnres_block": "#88CCEE",
 }  # fmt: skip
 LOSS = "validation loss (nats a token)"

@@ -44,7 +44,7 @@ from data import (
 source = "python"  # python (its standard library), c4 (from the hub), or a pattern of file names
 val_source: str | None = None  # validation files; None: c4's own, or val_share of the documents
 val_share = 0.05  # share of the documents for validation, chosen by a hash of their text
-tokenizer: str | None = None  # bytes, a tiktoken name or file; None: bytes for python, else gpt2
+tokenizer: str | None = None  # bytes, gpt2, a .tiktoken or a .json; None: bytes for python, or gpt2
 data_dir: str | None = None  # folder for the shards; None: data/python, data/c4 or data/text
 max_tokens: int | None = None  # stop after this many training tokens; None: take all text
 max_val_tokens = 10_000_000  # stop after this many validation tokens
@@ -200,12 +200,12 @@ def progress(name, tokens, share, rate):
 def open_meta(directory, name, encoding, settings, train, val):
     """Write a new meta.json, or return the one in the directory if its settings are the same."""
     path = os.path.join(directory, "meta.json")
-    local = name.endswith(".tiktoken")
+    local = name.endswith((".tiktoken", ".json"))
     sources = ("source", "val_source", "val_share", "max_tokens", "max_val_tokens")
     sizes = [[f, os.path.getsize(f) if os.path.exists(f) else None] for f in (*train, *(val or ()))]
     meta = {
         "version": VERSION,
-        "tokenizer": "tokenizer.tiktoken" if local else name,
+        "tokenizer": "tokenizer" + os.path.splitext(name)[1] if local else name,
         "tokenizer_sha256": fingerprint(encoding).hex(),
         "vocab_size": encoding.n_vocab,
         "eot": encoding.eot_token,

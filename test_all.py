@@ -205,6 +205,7 @@ class Formulas:
 
     def __init__(self, model):
         self.c, self.P, self.at = model.config, {}, "ends"
+        self.D = self.c.head_dim or self.c.n_embd // self.c.n_head
         self.s = self.c.n_layer**-0.5 if self.c.branch_scale == "depth" else 1
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.P[name] = tensor
@@ -235,13 +236,20 @@ class Formulas:
         return x @ self.P[at + ".weight"].T + self.P.get(at + ".bias", 0)
 
     def angles(self, T):
-        half = self.c.n_embd // self.c.n_head // 2
-        return torch.arange(T)[:, None] * self.c.rope_base ** (-torch.arange(half).double() / half)
+        angles = [self.c.rope_base ** (-2 * i / self.D) for i in range(self.D // 2)]
+        if self.c.rope_scaling is not None:
+            factor, low, high, length = (*self.c.rope_scaling, 1, 2, 0)[:4]
+            turns = [(length * angle / (2 * math.pi) - low) / (high - low) for angle in angles]
+            keep = [min(1, max(0, n)) for n in turns]
+            angles = [angle * (k + (1 - k) / factor) for angle, k in zip(angles, keep)]
+        return torch.arange(T)[:, None] * torch.tensor(angles, dtype=torch.float64)
 
     def rotated(self, x, at, n):
         """Queries or keys (B, T, heads, D), with feature pairs rotated as complex numbers"""
-        y = self.linear(x, f"{at}.w{n}").unflatten(-1, (-1, self.c.n_embd // self.c.n_head))
+        y = self.linear(x, f"{at}.w{n}")
+        y = y if self.c.qk_norm_joint else y.unflatten(-1, (-1, self.D))
         y = self.P[f"{at}.{n}_norm.gain"] * self.scaled(y) if self.c.qk_norm else y
+        y = y if y.ndim == 4 else y.unflatten(-1, (-1, self.D))
         y = torch.complex(*y.chunk(2, -1)) * torch.exp(1j * self.angles(x.size(1)))[:, None]
         y = torch.cat([y.real, y.imag], -1)
         s = self.P.get(f"{at}.{n}_scale.s", self.P.get(f"{at}.q_scale.s"))  # of nGPT
@@ -285,7 +293,7 @@ class Formulas:
     def added_by_attention(self):
         """BHyT's c, with W_V repeated for each query head"""
         at, c = f"blocks.{self.b}.attn", self.c
-        w_v = self.P[at + ".wv.weight"].unflatten(0, (-1, c.n_embd // c.n_head))
+        w_v = self.P[at + ".wv.weight"].unflatten(0, (-1, self.D))
         w_v = w_v.repeat_interleave(c.n_head // w_v.size(0), 0).flatten(0, 1)
         product = self.P[at + ".wo.weight"] @ w_v * (self.p("norm.gain") if c.bhyt_unit else 1)
         return product.square().sum() / ((c.bhyt_context or c.block_size) * c.n_embd)
@@ -414,6 +422,7 @@ EQUATIONS = {
     "none": Equation(lambda m, x: m.norm(m.f(x))),
     "postnorm": Equation(lambda m, x: m.norm(x + m.s * m.f(x))),
     "prenorm": Equation(lambda m, x: x + m.s * m.f(m.norm(x)), end=final_norm),
+    "outnorm": Equation(lambda m, x: x + m.s * m.norm(m.f(x)), end=final_norm),
     "perinorm": Equation(
         lambda m, x: x + m.s * m.norm(m.f(m.norm(x)), "norm_out"),
         lambda m, e: m.norm(e, "norm_in"), final_norm,
@@ -678,7 +687,7 @@ OTHER = dict(  # valid values for settings where twice the default is not valid
     n_kv_head=1, residual="lns", norm="layer", activation="swiglu", dropout=0.5, init="xavier",
     init_out="plain", branch_scale="depth", bhyt_p=0.9, moe_balance="bias", mod_on="both",
     mod_rate=0.5, mod_router="learned", mod_budget="layer", mod_blocks="inner", mhc_start="paper",
-    mixln_share=1.0, block_size=128,
+    mixln_share=1.0, block_size=128, rope_scaling=(4.0,), attn_bias="all",
 )  # fmt: skip
 
 
@@ -695,7 +704,7 @@ def another(field):
 def test_every_model_setting_changes_something_and_is_refused_by_modes_without_it(field):
     name, change = field.name, {field.name: another(field)}
     owners = [residual for residual, mode in RESIDUALS.items() if name in mode.settings]
-    base = dict(tied=name != "head_scale", block_size=64)
+    base = dict(tied=name != "head_scale", block_size=64, qk_norm=name == "qk_norm_joint")
     base, idx = base | dict(residual=owners[0] if owners else "prenorm"), some_ids()
     if name.startswith("moe_") and name != "moe_experts":
         base |= dict(moe_experts=4, moe_balance="loss")
@@ -733,7 +742,7 @@ ANY_NAME = dict(MOD, residual="prenorm", mod_router="learned", moe_experts=2)
     (dict(residual="none", branch_scale="depth"), "residual='none' does not use branch_scale"),
     (dict(norm_eps=1e-5), "'nag' does not use norm_eps"),
     (dict(nag_directions=0, nag_beta=1.0), "does not use nag_beta: leave it at None"),
-    (dict(n_head=3), "n_embd=32 does not divide into n_head=3 heads"), (dict(n_head=32), "is odd"),
+    (dict(n_head=3), "n_embd=32 does not divide into n_head=3 heads"), (dict(n_head=32), "even"),
     (dict(n_head=4, n_kv_head=3), "n_head=4 query heads do not divide over n_kv_head=3"),
     (dict(dyt_alpha=(1.0,)), "three starts"), (dict(residual="bhyt", bhyt_p=1.0), "0 <= p < 1"),
     (dict(residual="bhyt", bhyt_lambda=(2.0, 0.0, 0.0)), "three starts"),
@@ -1243,7 +1252,7 @@ def test_preparation_killed_anywhere_continues_with_the_same_result(texts, monke
     ("--source=none*.jsonl", "no file matches"), ("--source=bad.jsonl", "record 0 has no text"),
     ("--source=a.jsonl --max_tokens=1e15", "GB are free"), ("--shard_tokens=0", "at least 1"),
     ("--max_val_tokens=0", "at least 1"), ("--val_share=1.0", "at least 0 and below 1"),
-    ("--tokenizer=gpt5", "tokenizer='gpt5': choose bytes, a .tiktoken file, or one of gpt2"),
+    ("--tokenizer=gpt5", "choose bytes, a .tiktoken file, a tokenizer.json, or one of gpt2"),
     ("--tokenizer=my.tiktoken", "my.tiktoken: no such tokenizer file"),
     ("--source=a.jsonl --data_dir=made", "prepared with another made_from"),
 ])  # fmt: skip
@@ -1638,7 +1647,7 @@ BAD_INPUT = {
     "eval.py": [
         ("--what=loss,dept", "dept is not one of loss, depth, sample, tasks"),
         ("--checkpoint=x.pt", "x.pt: no such check"), ("--data_dir=/x", "/x holds no prepared"),
-        ("--limit=3", "limit=3 is for tasks"), ("--what=depth --text=x", "text='x' is for loss"),
+        ("--limit=3", "limit=3 is for tasks"), ("--what=sample --text=x", "text='x' is for loss"),
         ("--what=loss --dtype=half", "must be auto, float32"), ("--mod_rate=0.3", "has no mixture"),
     ],
     "bench.py": [("--what=speed", "choose one of forward"), ("--modes=nagg", "choose one of none")],

@@ -546,6 +546,7 @@ def at_toy_size(command, corpus, tasks):
         (r"\bpython\b", sys.executable), ("torchrun", f"{sys.executable} -m torch.distributed.run"),
         ("nproc_per_node=8", "nproc_per_node=2"), ("10e9", "10e4"),
         ("--source=c4", f"--source={corpus} --data_dir=data/c4 --tokenizer=bytes"),
+        ("Qwen/Qwen3-0.6B", f"{corpus.parent}/hub"),
         ("--tasks=piqa,boolq", f"--tasks=tiny_choice --task_dir={tasks}"),
         ("make train", f"make train ARGS='{new_run}'"),
         ("(.*sft_lima.*)", r"\1 --max_iters=2 --eval_tokens=512 --compile=False"),
@@ -559,7 +560,10 @@ def at_toy_size(command, corpus, tasks):
 
 
 def test_every_documented_command_runs_at_toy_size(tmp_path):
-    pytest.importorskip("lm_eval", reason="make slow installs lm-eval")
+    for package in ("lm_eval", "transformers"):
+        pytest.importorskip(package, reason=f"make slow installs {package}")
+    from test_hf import write_llama
+
     corpus, tasks, clone = tmp_path / "a.jsonl", write_tasks(tmp_path / "tasks"), tmp_path / "clone"
     write_texts(tmp_path)
     listed = subprocess.run(["git", "ls-files"], cwd=HERE, capture_output=True, text=True).stdout
@@ -567,6 +571,7 @@ def test_every_documented_command_runs_at_toy_size(tmp_path):
         (clone / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(os.path.join(HERE, file), clone / file)
     write_conversations(clone / "chat.jsonl")
+    write_llama(tmp_path / "hub")
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / ".venv" / "bin" / "python").symlink_to(sys.executable)
     (clone / ".venv" / "ready").touch()  # the Makefile makes it after pip

@@ -249,18 +249,32 @@ def divide_batch():
 
 
 def open_data():
-    """Windows for training and validation; in fine-tuning, the pretraining data's val split too."""
+    """(training data, validation data, validation split of the pretraining data, meta.json)
+
+    The third is for fine-tuning. It is None for an imported model without shards.
+    """
+    before = None if saved is None else saved["meta"]
+    if data_dir is None:
+        if sft_data is None:
+            fail(f"{saved['path']} was imported without shards: give --sft_data or --data_dir")
+        return *conversations(before), None, before
     train, val = (Windows(data_dir, split, config.block_size) for split in ("train", "val"))
     size = train.meta["vocab_size"]
     if size > config.vocab_size:
         fail(f"{data_dir} has token ids up to {size - 1}: set --vocab_size={size} or more")
-    if saved is not None and saved["meta"]["tokenizer_sha256"] != train.meta["tokenizer_sha256"]:
+    if before is not None and before["tokenizer_sha256"] != train.meta["tokenizer_sha256"]:
         fail(f"{saved['path']} was trained on another tokenizer than that of {data_dir}")
-    if sft_data is None:
-        return train, val, None
-    encoding = meta_tokenizer(data_dir, train.meta)
-    chats = [lora.Conversations(sft_data, split, encoding, train.T) for split in ("train", "val")]
-    return *chats, val
+    meta = before if before is not None and "start" in before else train.meta  # imported or not
+    return (train, val, None, meta) if sft_data is None else (*conversations(meta), val, meta)
+
+
+def conversations(meta):
+    """The two splits of sft_data."""
+    if not meta["tokenizer"]:
+        fail(f"{saved['path']} was imported without a tokenizer.json: it cannot read {sft_data}")
+    folder = data_dir if "start" not in meta else os.path.dirname(saved["path"])
+    encoding, T = meta_tokenizer(folder, meta), config.block_size
+    return [lora.Conversations(sft_data, split, encoding, T) for split in ("train", "val")]
 
 
 try:
@@ -283,12 +297,11 @@ recipe |= getattr(RESIDUALS[config.residual], "recipe", {})
 weight_decay = recipe["weight_decay"] if weight_decay is None else weight_decay
 warmup_iters = recipe["warmup_iters"] if warmup_iters is None else warmup_iters
 tokens_per_step, sequences, micro_steps = divide_batch()
-train_windows, val_windows, pretraining = open_data()
+train_windows, val_windows, pretraining, meta = open_data()
 data_sha256 = {"train": train_windows.sha256, "val": val_windows.sha256}
 if going_on and saved.get("data", data_sha256) != data_sha256:
     hashes = f"{saved['data']}, {data_sha256}"
     fail(f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {hashes}")
-meta = (pretraining or val_windows).meta
 loader = Loader(train_windows, sequences, micro_steps, seed, rank, world, device)
 val_indices = spread(val_windows, eval_tokens, val_part)
 
@@ -533,11 +546,11 @@ def validate():
     with autocast(device.type, dtype):
         seen = {"val_loss": loss_on(val_windows, val_indices)}
         text, indices = val_windows, val_indices
-        if sft_data is not None:  # val_loss covers answers; this shows forgetting
+        if pretraining is not None:  # val_loss covers answers; this shows forgetting
             text, indices = pretraining, spread(pretraining, eval_tokens, val_part)
             seen["pretraining_loss"] = loss_on(text, indices)
         if hasattr(RESIDUALS[config.residual], "turn"):
-            x, _ = next(eval_batches(text, indices, sequences, device))
+            x = next(eval_batches(text, indices, sequences, device))[0]
             seen["gates"] = gate_health(model, x)
             dead, all_of_them = seen["gates"]["dead"], 2 * config.n_layer
             if main and step >= alpha_warmup_iters and dead > 0.1 * all_of_them:
@@ -596,6 +609,8 @@ ramp_alpha()
 header = run_header()
 if main:
     os.makedirs(out_dir, exist_ok=True)
+    if origin is not None:
+        checkpoint.copy_tokenizer(os.path.dirname(origin), out_dir)
     if os.path.exists(log_path):
         cut_log()
     announce(header)

@@ -37,12 +37,14 @@ def default_run():
 
 
 def race(path):
-    """[(seconds, loss of the peer, loss of ours)] of a side-by-side run, and its two last lines."""
-    lines = path.read_text().splitlines()
-    peer = re.match(r"(\w+) at \S+: (\S+) after (\d+) steps, (\d+) s", lines[0])
-    ours = re.match(r"ours: (\S+) after (\d+) steps, (\d+) s", lines[1])
-    met = re.search(r"ours (\S+), difference (\S+)", lines[-2])
-    return peer.groups(), ours.groups(), met.groups()
+    """A side-by-side run: (loss, steps, seconds) of the peer's best rate and of ours, and (loss of
+    ours at the peer's time, difference)."""
+    text = path.read_text()
+    run = r"(\S+) after (\d+) steps, (\d+) s"
+    peers = re.findall(rf"^\w+ at \S+: {run}", text, re.M)
+    ours = re.search(rf"^ours: {run}", text, re.M).groups()
+    met = re.search(r"ours (\S+), difference (\S+)", text).groups()
+    return min(peers, key=lambda peer: float(peer[0])), ours, met
 
 
 def the_recipe():
@@ -50,18 +52,19 @@ def the_recipe():
     ends = f"`python train.py` with its defaults ends at {whole:.4f} nats per byte, on the whole validation split, "
     ends += f"after {steps:,} steps of {size:,} bytes (`results/default`)."
     beside = "nanochat's model and optimizer (with its own learning rates) against ours, on the same machine and "
-    beside += "shards. One run each, ours with ReLU² as it was then; the time counts training steps after the first three."
+    beside += "shards. One run each, with lengths that take about the same time, which counts training steps after the "
+    beside += "first three."
     text = f"## The default recipe\n\n{wrap(ends)}\n\n{wrap(beside)}\n\n"
     rows = []
     for path in sorted(SPEED.glob("nanochat_*.txt")):
         shape = path.stem.removeprefix("nanochat_").replace("x", " x ")
-        (peer, loss, n, seconds), (end, m, last), (at, difference) = race(path)
-        rows.append(
-            (shape, f"{loss} after {n} steps, {seconds} s", at, difference, f"{end}, {last} s")
+        (loss, n, seconds), (end, m, last), (at, difference) = race(path)
+        theirs, ours = (
+            f"{x} after {n} steps, {s} s" for x, n, s in ((loss, n, seconds), (end, m, last))
         )
+        rows.append((shape, theirs, ours, at, difference))
     text += table(
-        ("blocks x width", "nanochat", "ours at the same time", "difference", "ours at the end"),
-        rows,
+        ("blocks x width", "nanochat", "ours", "ours by nanochat's time", "difference"), rows
     )
     parts = f"Each part of the recipe, changed alone: {recipe.COMMON['max_iters']} steps of {size:,} bytes, "
     parts += f"{len(recipe.SEEDS)} seeds, paired by seed, with 95% intervals. Above 0 the change is worse. The time is "
@@ -283,6 +286,34 @@ def ratios(report):
                 )
 
 
+def growth():
+    """How the cost of a step grows, from runs/growth.py, or nothing."""
+    path = SPEED / "growth.json"
+    if not path.exists():
+        return ""
+    report = json.loads(path.read_text())
+    head = (
+        "",
+        *(f"{mode}: step / floor" for mode in GROWTH),
+        *(f"{mode}: first step" for mode in GROWTH),
+    )
+    rows = []
+    for axis in ("n_layer", "n_embd", "block_size"):
+        for value, of in report[axis].items():
+            over = [f"{of[mode]['over_floor']:.2f}" for mode in GROWTH]
+            rows.append(
+                (f"{axis} {value}", *over, *(f"{of[mode]['first']:.0f} s" for mode in GROWTH))
+            )
+    text = "How the cost of a training step grows (`results/speed/growth.json`). The floor is an estimate: the FLOPs of a "
+    text += "step at the speed of a large matrix product, and its memory traffic at the speed of a copy. The first step "
+    text += "includes compilation."
+    image = "![How the cost of a step grows](results/speed/growth.png)"
+    return f"{wrap(text)}\n\n```sh\npython runs/growth.py\n```\n\n{image}\n\n{table(head, rows)}\n"
+
+
+GROWTH = ("prenorm", "nag", "bhyt")
+
+
 def speed():
     text = """## Speed
 
@@ -290,7 +321,7 @@ We give the median time, and the ratio to the first candidate of the same run (m
 changing order). All ran on 2 CPU cores with AVX512-bf16 and no AMX. Across tables, compare only ratios.
 
 """
-    text += "".join(texts())
+    text += "".join(texts()) + growth()
     for name, command, title in BENCHES:
         report = json.loads((SPEED / f"{name}.json").read_text())
         text += (
@@ -308,11 +339,11 @@ START, END = "<!-- written by runs/report.py -->\n", "<!-- end -->"
 
 def first_page():
     _, _, whole = default_run()
-    (_, theirs, n, seconds), _, (ours, _) = race(SPEED / "nanochat_8x128.txt")
+    (theirs, _, seconds), _, (ours, _) = race(SPEED / "nanochat_8x128.txt")
     text = f"`make train` reaches {whole:.3f} nats per byte. In {seconds} s, nanochat's model and optimizer reach {theirs} "
-    text += f"and ours {ours} (one run each, same machine, ours still with ReLU²). The figure shows what each part of our recipe is worth (3 "
+    text += f"and ours {ours} (one run each, same machine). The figure shows what each part of our recipe is worth (3 "
     text += "seeds, 95% intervals): changes above 0 make it worse. Most residual modes differ by less than these parts "
-    text += "do, and which mode is best is not settled. The models are tiny and saw about one byte per parameter, so "
+    text += "do. Which mode is best is not settled, so pre-norm is the default. The models are tiny and saw about one byte per parameter, so "
     text += "take this as a hint for larger ones. [RESULTS.md](RESULTS.md) has all results."
     return f"![What each part of the default recipe is worth](results/recipe.png)\n\n{wrap(text)}\n"
 

@@ -1,0 +1,550 @@
+"""
+Models in the layout of Hugging Face: turn one into a checkpoint of train.py, or a checkpoint into
+one.
+
+    python hf.py import PATH_OR_NAME --out_dir=out/qwen    a folder, or a name on the hub
+    python hf.py export out/llama/ckpt.pt FOLDER           for AutoModelForCausalLM of transformers
+
+These are model.py's GPT with the settings below, an MLP with swiglu, and RMSNorm:
+
+    llama, mistral    prenorm
+    qwen2             prenorm, with biases on queries, keys and values
+    qwen3             prenorm, with qk_norm in each head
+    olmo2             outnorm, with qk_norm over all heads together
+
+Every key of config.json is used, or known to change no number, or refused. Only .safetensors files
+are read: a .bin file is a pickle, which can run code. A checkpoint keeps the dtype of its file.
+tokenizer.json is copied beside it; it says how a text begins. Chat templates are not interpreted.
+Export also takes lns, whose factor 1/sqrt(b + 1) it folds into the gain of the norm.
+
+This needs the package safetensors, and tokenizers to read or write a tokenizer.json.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from dataclasses import asdict
+
+import torch
+
+import checkpoint
+from attention import head_width
+from configurator import configure
+from data import (
+    byte_characters,
+    fingerprint,
+    get_tokenizer,
+    meta_tokenizer,
+    write_json,
+)
+from model import GPT, GPTConfig
+
+out_dir = "out"  # import: folder for the checkpoint
+block_size: int | None = None  # import: context length; None: that of the model
+
+SOURCE = {"activation": "swiglu", "init": "normal", "init_scale": 0.02, "smear": 0}
+SOURCE |= {"value_embeds": False, "embed_scale": None, "head_scale": None, "qk_norm": False}
+FAMILIES = {  # model_type: settings
+    "llama": {"residual": "prenorm"},
+    "mistral": {"residual": "prenorm", "attn_bias": "none"},
+    "qwen2": {"residual": "prenorm", "attn_bias": "qkv"},
+    "qwen3": {"residual": "prenorm", "qk_norm": True},
+    "olmo2": {"residual": "outnorm", "qk_norm": True, "qk_norm_joint": True},
+}
+NO_CHANGE = set(  # keys of config.json that change no number of the model
+    "architectures auto_map torch_dtype dtype transformers_version use_cache initializer_range "
+    "bos_token_id eos_token_id pad_token_id _name_or_path pretraining_tp is_llama_config "
+    "max_window_layers _attn_implementation transformers.js_config".split()
+)
+RENAMES = (  # names here -> names in the files
+    (r"^embed\.", "model.embed_tokens."),
+    (r"^head\.", "lm_head."),
+    (r"^ends\.norm\.gain$", "model.norm.weight"),
+    (r"^blocks\.", "model.layers."),
+    (r"\.attn\.w([qkvo])\.", r".self_attn.\1_proj."),
+    (r"\.attn\.([qk])_norm\.gain$", r".self_attn.\1_norm.weight"),
+    (r"\.mlp\.(up|gate|down)\.", r".mlp.\1_proj."),
+)
+BEFORE = {"attn": "input_layernorm", "mlp": "post_attention_layernorm"}
+BEHIND = {"attn": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def fail(message):
+    raise SystemExit(f"hf.py: {message}")
+
+
+def safetensors():
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        fail("this needs a package: pip install safetensors")
+    return safetensors
+
+
+# ------------------------------------------------------------------------------------------------
+# config.json
+
+
+class Keys(dict):
+    """The keys of config.json that are not used yet."""
+
+    def take(self, key, default=None):
+        value = self.pop(key, None)
+        if value is None and default is None:
+            fail(f"config.json has no {key}")
+        return default if value is None else value
+
+    def maybe(self, key, default=None):
+        value = self.pop(key, None)
+        return default if value is None else value
+
+
+def to_settings(keys, context=None):
+    """config.json -> GPTConfig. context: a shorter block_size than the model's."""
+    keys = Keys(keys)
+    family = keys.take("model_type")
+    if family not in FAMILIES:
+        fail(f"model_type={family!r}: choose one of {', '.join(FAMILIES)}")
+    n_head = keys.take("num_attention_heads")
+    all_heads = n_head if family in ("llama", "olmo2") else None
+    found = SOURCE | FAMILIES[family]
+    found |= {
+        "n_layer": keys.take("num_hidden_layers"),
+        "n_head": n_head,
+        "n_kv_head": keys.take("num_key_value_heads", all_heads),
+        "head_dim": keys.take("head_dim") if family == "qwen3" else keys.maybe("head_dim"),
+        "n_embd": keys.take("hidden_size"),
+        "n_hidden": keys.take("intermediate_size"),
+        "vocab_size": keys.take("vocab_size"),
+        "norm_eps": keys.take("rms_norm_eps"),
+        "tied": keys.maybe("tie_word_embeddings", False),
+        "block_size": context_length(keys, family, context),
+    }
+    found |= biases(keys, family) | rope(keys)
+    activation = keys.maybe("hidden_act", "silu")
+    if activation != "silu":
+        fail(f"hidden_act={activation!r}: only silu can be imported")
+    for key, value in keys.items():
+        if key not in NO_CHANGE and value not in (None, False, 0, "", [], {}):
+            fail(f"config.json has {key}={value!r}, which model.py does not have")
+    try:
+        config = GPTConfig(**found)
+        with torch.device("meta"):
+            GPT(config)
+    except (ValueError, TypeError) as error:
+        fail(f"config.json: {error}")
+    return config
+
+
+def context_length(keys, family, context):
+    longest = keys.take("max_position_embeddings")
+    window, layers = keys.maybe("sliding_window"), keys.maybe("layer_types", [])
+    slides = keys.maybe("use_sliding_window", family == "mistral")
+    slides = slides or "sliding_attention" in layers
+    context = context or longest
+    if context > longest:
+        fail(f"block_size={context}: max_position_embeddings is {longest}")
+    if slides and window is not None and context > window:
+        longer = f"is shorter than the context of {context} tokens"
+        fail(f"sliding_window={window} {longer}: give --block_size={window}")
+    unknown = set(layers) - {"full_attention", "sliding_attention"}
+    if unknown:
+        fail(f"layer_types has {', '.join(sorted(unknown))}: only attention can be imported")
+    return context
+
+
+def biases(keys, family):
+    on_attention = keys.maybe("attention_bias", False)
+    if family in ("llama", "qwen3", "olmo2"):
+        attention = {"attn_bias": "all" if on_attention else "none"}
+    elif on_attention:
+        fail(f"attention_bias={on_attention!r}: {family} has no such key")
+    else:
+        attention = {}
+    return attention | {"bias": bool(keys.maybe("mlp_bias", False))}
+
+
+def rope(keys):
+    """Both the keys of transformers 4, rope_theta and rope_scaling, and rope_parameters of 5."""
+    given = {"rope_theta": keys.maybe("rope_theta", 10000.0)}
+    given = Keys(given | keys.maybe("rope_scaling", {}) | keys.maybe("rope_parameters", {}))
+    old_name = given.maybe("type", "default")
+    kind, base = given.maybe("rope_type", old_name), float(given.take("rope_theta"))
+    length = given.maybe("original_max_position_embeddings")
+    if kind == "default":
+        scaling = None
+    elif kind == "linear":
+        scaling = (float(given.take("factor")),)
+    elif kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        scaling = (*[float(given.take(name)) for name in names], length)
+        if length is None:
+            fail("rope_scaling of llama3 needs original_max_position_embeddings")
+    else:
+        fail(f"rope_type={kind!r}: choose one of default, linear, llama3")
+    left = {k: v for k, v in given.items() if (k, v) != ("partial_rotary_factor", 1.0)}
+    if kind != "default" and left:
+        fail(f"rope_scaling has {next(iter(left))}, which rope_type={kind!r} does not use")
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        fail("partial_rotary_factor: only 1.0 can be imported")
+    return {"rope_base": base, "rope_scaling": scaling}
+
+
+def rope_keys(config):
+    if config.rope_scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_base}
+    if len(config.rope_scaling) == 1:
+        factor = config.rope_scaling[0]
+        return {"rope_type": "linear", "rope_theta": config.rope_base, "factor": factor}
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    scaling = dict(zip(names, config.rope_scaling))
+    return {"rope_type": "llama3", "rope_theta": config.rope_base, **scaling}
+
+
+# ------------------------------------------------------------------------------------------------
+# Tensors
+
+
+def file_names(config):
+    """{name here: (name in the files, shape)} for all parameters."""
+    with torch.device("meta"):
+        parameters = dict(GPT(config).named_parameters())
+    norms, found = BEHIND if config.residual == "outnorm" else BEFORE, {}
+    for name, p in parameters.items():
+        other = name
+        for pattern, new in RENAMES:
+            other = re.sub(pattern, new, other)
+        for sublayer, norm in norms.items():
+            other = other.replace(f".{sublayer}_residual.norm.gain", f".{norm}.weight")
+        found[name] = other, tuple(p.shape)
+    return found
+
+
+def list_files(folder):
+    """Paths of the .safetensors files in a folder, and {tensor: file} if there is an index."""
+    index = os.path.join(folder, "model.safetensors.index.json")
+    single = os.path.join(folder, "model.safetensors")
+    if os.path.exists(index):
+        where = read_json(index).get("weight_map")
+        if not isinstance(where, dict) or not where:
+            fail(f"{index} has no weight_map")
+        for name in where.values():
+            if not isinstance(name, str) or os.path.basename(name) != name:
+                fail(f"{index}: {name!r} is not a file in its folder")
+            if not os.path.exists(os.path.join(folder, name)):
+                fail(f"{index} names {name}, which is missing")
+        return [os.path.join(folder, name) for name in sorted(set(where.values()))], where
+    if os.path.exists(single):
+        return [single], None
+    if any(name.endswith((".bin", ".pth", ".pt")) for name in os.listdir(folder)):
+        fail(f"{folder} has pickled weights, which can run code: convert them to .safetensors")
+    fail(f"{folder} has no model.safetensors and no model.safetensors.index.json")
+
+
+def check_tensors(folder, wanted):
+    """{path: [(name here, name in the file)]}. Fails unless each tensor is there as it should be.
+
+    wanted: what file_names returns. Reads only the headers of the files.
+    """
+    by_name = {other: (name, shape) for name, (other, shape) in wanted.items()}
+    paths, index = list_files(folder)
+    plan, found = {}, set()
+    for path in paths:
+        with opened(path) as file:
+            for other in file.keys():
+                if other not in by_name:
+                    if other.endswith(".rotary_emb.inv_freq") or other == "lm_head.weight":
+                        continue  # made from the settings, and the copy of a tied embedding
+                    fail(f"{path} has a tensor {other}, which config.json does not ask for")
+                name, shape = by_name[other]
+                part = file.get_slice(other)
+                if tuple(part.get_shape()) != shape:
+                    given = f"{other} has the shape {part.get_shape()}"
+                    fail(f"{path}: {given}, config.json asks for {[*shape]}")
+                if part.get_dtype() not in DTYPES:
+                    of = f"{other} has the dtype {part.get_dtype()}"
+                    fail(f"{path}: {of}: choose one of {', '.join(DTYPES)}")
+                plan.setdefault(path, []).append((name, other))
+                found.add(other)
+    missing = sorted(by_name.keys() - found)
+    if missing:
+        fail(f"{folder} lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))
+    wrong = [other for other in found if index and other not in index]
+    if wrong:
+        fail(f"{folder}: the index does not name {wrong[0]}")
+    return plan
+
+
+class opened:
+    """safe_open, which maps a file into memory, with errors as one line."""
+
+    def __init__(self, path):
+        library = safetensors()
+        try:
+            self.file = library.safe_open(path, "pt")
+        except (library.SafetensorError, OSError) as error:
+            fail(f"{path} is no complete .safetensors file: {error}")
+
+    def __enter__(self):
+        return self.file.__enter__()
+
+    def __exit__(self, *error):
+        return self.file.__exit__(*error)
+
+
+def read_tensors(plan):
+    """{name: tensor}. One file is open at a time."""
+    tensors = {}
+    for path, names in plan.items():
+        with opened(path) as file:
+            for name, other in names:
+                tensor = file.get_tensor(other)
+                shared = tensor.untyped_storage().nbytes() != tensor.nbytes
+                tensors[name] = tensor.clone() if shared else tensor
+    return tensors
+
+
+def read_json(path):
+    try:
+        value = json.load(open(path, encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fail(f"{path}: {error}")
+    if not isinstance(value, dict):
+        fail(f"{path} is not a table of keys")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------
+# Import
+
+
+def folder_of(source):
+    """A folder as it is. A name is downloaded from the hub, or found in its cache."""
+    if os.path.isdir(source):
+        return source
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
+        fail(f"{source}: no such folder, and no name on the hub such as Qwen/Qwen3-0.6B")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(source, allow_patterns=["*.json", "*.safetensors"])
+    except Exception as error:  # the hub's errors have no common class
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        fail(f"{source} cannot be downloaded: {reason}; HF_TOKEN may help for a private model")
+
+
+def tokenizer_meta(folder, config, keys):
+    """What data.meta_tokenizer needs. None: the folder has no tokenizer.json."""
+    path = os.path.join(folder, "tokenizer.json")
+    if not os.path.exists(path):
+        return {"tokenizer": None, "tokenizer_sha256": None, "vocab_size": config.vocab_size}
+    encoding = get_tokenizer(path)
+    if encoding.n_vocab > config.vocab_size:
+        fail(f"{path} has {encoding.n_vocab} tokens, the model only {config.vocab_size}")
+    return {
+        "tokenizer": "tokenizer.json",
+        "tokenizer_sha256": fingerprint(encoding).hex(),
+        "vocab_size": encoding.n_vocab,
+        "eot": encoding.eot_token,
+        "bos": encoding.bos_token,
+        "start": encoding.own_start(),
+    }
+
+
+def import_model(source, to, context=None):
+    """Write to/ckpt.pt, and to/tokenizer.json if there is one."""
+    safetensors()
+    if checkpoint.newest(to):
+        fail(f"{to} already holds a checkpoint: give another --out_dir")
+    folder = folder_of(source)
+    keys = read_json(os.path.join(folder, "config.json"))
+    config = to_settings(keys, context)
+    wanted = file_names(config)
+    plan = check_tensors(folder, wanted)
+    meta = tokenizer_meta(folder, config, keys)
+    tensors = read_tensors(plan)
+    if config.tied:
+        tensors["head.weight"] = tensors["embed.weight"]
+    settings = {"data_dir": None, "loss_chunk": 2048}
+    state = {"config": asdict(config), "settings": settings, "meta": meta, "step": 0}
+    state |= {"imported": os.path.basename(os.path.abspath(source)), "model": tensors}
+    os.makedirs(to, exist_ok=True)
+    if meta["tokenizer"]:
+        shutil.copyfile(os.path.join(folder, "tokenizer.json"), os.path.join(to, "tokenizer.json"))
+        special = special_tokens(meta_tokenizer(to, meta))
+        write_json(os.path.join(to, "tokenizer_config.json"), special)
+    path = os.path.join(to, checkpoint.NEWEST)
+    checkpoint.save(path, state)
+    count = sum(math.prod(shape) for _, shape in wanted.values())
+    shape = f"residual={config.residual}, block_size={config.block_size}"
+    print(f"{path}: {count:,} parameters, {shape}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Export
+
+
+def family_of(c):
+    """(model_type, its own keys). Fails for a model that transformers has no class for."""
+    attention = c.attn_bias or ("all" if c.bias else "none")
+    wanted = {"norm": "rms", "activation": "swiglu", "moe_experts": 0, "mod_rate": 0.0, "smear": 0}
+    wanted |= {"value_embeds": False, "logit_cap": None, "branch_scale": "one"}
+    for name, value in wanted.items():
+        if getattr(c, name) != value:
+            fail(f"transformers has no class for {name}={getattr(c, name)!r}, only for {value!r}")
+    if c.residual not in ("prenorm", "lns", "outnorm"):
+        fail(f"transformers has no class for residual={c.residual!r}: only prenorm, lns, outnorm")
+    if c.n_embd % c.n_head:
+        fail(f"transformers refuses n_embd={c.n_embd} with n_head={c.n_head}: it does not divide")
+    behind = c.residual == "outnorm"
+    if behind != c.qk_norm_joint or (c.qk_norm and c.bias) or (c.qk_norm and attention == "qkv"):
+        fail("transformers has qk_norm without biases on the MLP, and with outnorm only "
+             "qk_norm_joint=True")  # fmt: skip
+    if c.qk_norm:
+        return ("olmo2" if behind else "qwen3"), {"attention_bias": attention == "all"}
+    if attention == "qkv":
+        if c.bias:
+            fail("transformers has no class for attn_bias='qkv' with bias=True")
+        return "qwen2", {}
+    return "llama", {"attention_bias": attention == "all", "mlp_bias": c.bias}
+
+
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2"}
+
+
+def to_keys(config, hidden, meta, dtype):
+    """GPTConfig -> config.json."""
+    family, own = family_of(config)
+    return {
+        "architectures": [CLASSES[family] + "ForCausalLM"],
+        "model_type": family,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head or config.n_head,
+        "head_dim": head_width(config),
+        "hidden_size": config.n_embd,
+        "intermediate_size": hidden,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.block_size,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope_keys(config),
+        "tie_word_embeddings": config.tied,
+        "hidden_act": "silu",
+        "bos_token_id": meta.get("bos"),
+        "eos_token_id": meta.get("eot"),
+        "dtype": str(dtype).removeprefix("torch."),
+        **own,
+    }
+
+
+def export_model(path, folder):
+    """Write config.json, model.safetensors and tokenizer.json."""
+    library = safetensors()
+    state = checkpoint.load(path)
+    config = GPTConfig(**state["config"])
+    family_of(config)
+    if state.get("lora"):
+        fail(f"{path} holds adapters: merge them first: python lora.py {path} OUT.pt")
+    if os.path.exists(os.path.join(folder, "config.json")):
+        fail(f"{folder} already holds a model: give another folder")
+    tensors, hidden = {}, 0
+    for name, (other, shape) in file_names(config).items():
+        tensor = state["model"].get(name)
+        if tensor is None or tuple(tensor.shape) != shape:
+            fail(f"{path} does not fit its own settings: {name}")
+        hidden = shape[0] if name.endswith("mlp.up.weight") else hidden
+        layer = re.match(r"blocks\.(\d+)\.\w+_residual\.norm\.gain", name)
+        if config.residual == "lns" and layer:
+            tensor = tensor * (int(layer[1]) + 1) ** -0.5
+        tensors[other] = tensor.contiguous()
+    keys = to_keys(config, hidden, state["meta"], next(iter(tensors.values())).dtype)
+    encoding = tokenizer_of(state)
+    os.makedirs(folder, exist_ok=True)
+    file = os.path.join(folder, "model.safetensors")
+    library.torch.save_file(tensors, file + ".tmp", metadata={"format": "pt"})
+    os.replace(file + ".tmp", file)
+    if encoding is not None:
+        as_tokenizer_json(encoding).save(os.path.join(folder, "tokenizer.json"))
+        write_json(os.path.join(folder, "tokenizer_config.json"), special_tokens(encoding))
+    write_json(os.path.join(folder, "config.json"), keys)  # last: it marks a complete export
+    print(f"{folder}: a {keys['model_type']} of {len(tensors)} tensors")
+
+
+# ------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+def tokenizer_of(state):
+    """The tokenizer of a checkpoint, or None."""
+    meta, data_dir = state["meta"], state["settings"].get("data_dir")
+    if not meta.get("tokenizer"):
+        return None
+    beside = os.path.join(os.path.dirname(state["path"]), "tokenizer.json")
+    folder = os.path.dirname(beside) if os.path.exists(beside) else data_dir
+    return meta_tokenizer(folder, meta)
+
+
+def special_tokens(encoding):
+    """tokenizer_config.json: what ends and what begins a text."""
+    name = lambda i: encoding.decode_single_token_bytes(i).decode()
+    bos = getattr(encoding, "bos_token", None)
+    begins = {} if bos is None else {"bos_token": name(bos)}
+    ends = {"eos_token": name(encoding.eot_token)}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **ends, **begins}
+
+
+def as_tokenizer_json(encoding):
+    """A Tokenizer of the package tokenizers that makes the same ids as a tiktoken Encoding."""
+    if hasattr(encoding, "inner"):
+        return encoding.inner
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    ranks, characters = encoding._mergeable_ranks, byte_characters()
+    written = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    merges = [
+        tuple("".join(characters[byte] for byte in part) for part in parts_of(token, ranks))
+        for token in sorted(ranks, key=ranks.get)
+        if len(token) > 1
+    ]
+    vocab = {written[token]: rank for token, rank in ranks.items()}
+    made = Tokenizer(models.BPE(vocab, merges))
+    split = pre_tokenizers.Split(Regex(encoding._pat_str), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    made.decoder = decoders.ByteLevel()
+    special = sorted(encoding._special_tokens.items(), key=lambda pair: pair[1])
+    made.add_special_tokens([AddedToken(token, special=True) for token, _ in special])
+    if any(made.token_to_id(token) != i for token, i in special):
+        fail(f"the special tokens of {encoding.name} do not follow its other tokens")
+    return made
+
+
+def parts_of(token, ranks):
+    """The two tokens that a token is merged from: what its bytes merge to by lower ranks."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:])]
+        first = pairs.index(min(pairs))
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
+    return parts
+
+
+def main(argv):
+    words = [arg for arg in argv if not arg.startswith("--")]
+    given = [arg for arg in argv if arg.startswith("--")]
+    configure(globals(), argv=given)
+    if len(words) == 2 and words[0] == "import":
+        import_model(words[1], out_dir, block_size)
+    elif len(words) == 3 and words[0] == "export" and not given:
+        export_model(*words[1:])
+    else:
+        raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
