@@ -23,6 +23,7 @@ import torch
 import depth
 import lora
 import mod
+import prune
 from configurator import configure
 from data import Windows, eval_batches, meta_tokenizer, read_documents, spread, to_batch, write_json
 from generate import FOLDS, KVCache, stream_tokens
@@ -39,14 +40,16 @@ text: str | None = None  # file (text, .jsonl, .parquet) or hub data set for los
 text_column = "text"  # column that holds the text in records
 text_split = "test"  # split of a data set on the hub
 depth_tokens = 16384  # validation tokens for depth and mod, evenly spaced over the split
-mod_rate: float | None = None  # share of tokens to skip, by new thresholds; None: the trained ones
+mod_rate: float | None = None  # share of tokens to skip, or of units; None: as trained
+prune_unit = "sublayer"  # what mod_rate skips in a model without routers: sublayer or block
+prune_by = "angle"  # which units: those of lowest angle or norm, see prune.py, or random
 batch_size = 8  # windows per batch; the value used in training reuses the compiler's cache
 prompt = "def "  # start of the sample, and the text in the map of mod
 max_new_tokens = 200  # tokens in the sample
 temperature = 0.8  # temperature of the sample; 0: greedy
 top_k: int | None = None  # sample from the top_k likeliest tokens; None: from all
 top_p: float | None = None  # sample from likeliest tokens of total probability top_p; None: all
-seed = 1337  # seed of the sample and of the tasks
+seed = 1337  # seed of the sample, of the tasks and of prune_by="random"
 tasks: str | None = None  # names of the harness's tasks; None: the eight of the norm papers
 task_dir: str | None = None  # folder with task files; None: the tasks of the harness
 num_fewshot: int | None = None  # examples before each question; None: the default of each task
@@ -318,6 +321,11 @@ def show_skipping(report):
         print(f"{where:<9} {share:>6.1%} " + "".join(".#"[ran] for ran in row[:96]))
 
 
+def show_pruning(report):
+    units = ", ".join(report["skipped"]) or "nothing"
+    print(f"skipped {units}; {report['FLOPs left']:.1%} of the FLOPs left")
+
+
 def show_tasks(report):
     for name, metrics in report.items():
         values = [f"{key} {v:.4f}" for key, v in metrics.items() if isinstance(v, float)]
@@ -414,14 +422,38 @@ def answers(parts, model, windows, encoding):
 
 
 def dial(model, directory):
-    """Set the routers' thresholds on training windows, so that a share mod_rate of tokens skips."""
+    """Skip a share mod_rate of the tokens, or of the units in a model without routers.
+
+    Training windows set the thresholds or score the units. Returns new parts of eval.json.
+    """
     if not 0 <= mod_rate < 1:
         raise SystemExit(f"mod_rate={mod_rate}: must be at least 0 and below 1")
-    if not mod.routers(model):
-        raise SystemExit(f"mod_rate={mod_rate}: the model in {out_dir} has no mixture of depths")
     windows = Windows(directory, "train", model.config.block_size)
     batches = [x for x, _ in eval_batches(windows, spread(windows, 32768), batch_size, device)]
-    mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
+    if mod.routers(model):
+        mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
+        return {}
+    report = pruned(model, batches)
+    show_pruning(report)
+    return {"prune": report}
+
+
+def pruned(model, batches):
+    """Skip whole sublayers or blocks. Returns their names and the share of FLOPs that is left."""
+    whole = model.flops_per_token()
+    try:
+        units = prune.prune(model, batches, mod_rate, prune_unit, prune_by, seed)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    left = model.flops_per_token() / whole
+    return {"skipped": prune.names(units, prune_unit), "FLOPs left": left}
+
+
+def refuse_unused(model, given):
+    """Settings of prune.py are errors where prune.py does not run."""
+    for key in ("prune_unit", "prune_by"):
+        if key in given and (mod_rate is None or mod.routers(model)):
+            raise SystemExit(f"{key}={given[key]!r} needs mod_rate, and a model without routers")
 
 
 def choose_parts(model, settings):
@@ -443,7 +475,7 @@ def choose_parts(model, settings):
 
 def main():
     global device
-    settings, _ = configure(globals(), argv=sys.argv[1:])
+    settings, given = configure(globals(), argv=sys.argv[1:])
     device = pick_device(device)
     prepare_process(device)
     pick_dtype(dtype, device.type)  # refuse an unknown dtype before any work
@@ -452,20 +484,21 @@ def main():
     if loss_chunk is not None:
         model.loss_chunk = loss_chunk
     parts = choose_parts(model, settings)
+    refuse_unused(model, given)
     directory = data_dir or state["settings"]["data_dir"]
     windows = Windows(directory, "val", model.config.block_size)
     if windows.meta["tokenizer_sha256"] != state["meta"]["tokenizer_sha256"]:
         raise SystemExit("the data's tokenizer is not the one that the checkpoint was trained with")
-    if mod_rate is not None:
-        dial(model, directory)
+    dialled = {} if mod_rate is None else dial(model, directory)
 
     path = os.path.join(out_dir, "eval.json")
     report = {"checkpoint": os.path.basename(state["path"]), "step": state["step"]}
     if os.path.exists(path):  # keep earlier parts if they belong to the same checkpoint
         old = json.load(open(path))
         report = old if old.items() >= report.items() else report
-    report["settings"] = report.get("settings", {}) | dict.fromkeys(parts, settings)
+    report["settings"] = report.get("settings", {}) | dict.fromkeys([*parts, *dialled], settings)
     report["data"] = windows.sha256
+    report |= dialled
     report |= dict(answers(parts, model, windows, meta_tokenizer(directory, windows.meta)))
     write_json(path, report)
 

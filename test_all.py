@@ -1639,7 +1639,10 @@ BAD_INPUT = {
         ("--what=loss,dept", "dept is not one of loss, depth, sample, tasks"),
         ("--checkpoint=x.pt", "x.pt: no such check"), ("--data_dir=/x", "/x holds no prepared"),
         ("--limit=3", "limit=3 is for tasks"), ("--what=depth --text=x", "text='x' is for loss"),
-        ("--what=loss --dtype=half", "must be auto, float32"), ("--mod_rate=0.3", "has no mixture"),
+        ("--what=loss --dtype=half", "must be auto, float32"), ("--mod_rate=1", "and below 1"),
+        ("--prune_by=norm", "needs mod_rate, and a model without routers"),
+        ("--mod_rate=0.3 --prune_by=size", "choose one of angle, norm, random"),
+        ("--mod_rate=0.3 --prune_unit=head", "choose one of sublayer, block"),
     ],
     "bench.py": [("--what=speed", "choose one of forward"), ("--modes=nagg", "choose one of none")],
 }  # fmt: skip
