@@ -137,7 +137,8 @@ class PreNormApprox(PreNorm):
         return self.norm.gain.detach().square().mean()  # Eq. 5
 
     def read(self, stream):
-        v = upcast(stream.x).square().mean(-1, keepdim=True) if stream.lane is None else stream.lane
+        known = stream.lane is not None and not self.first  # prune.py may skip the MLP before
+        v = stream.lane if known else upcast(stream.x).square().mean(-1, keepdim=True)
         return self.norm(stream.x, v), stream.replace(lane=v)
 
     def write(self, stream, f, gate=1.0):

@@ -23,6 +23,7 @@ import torch
 import depth
 import lora
 import mod
+import prune
 from configurator import configure
 from data import (
     Windows,
@@ -50,14 +51,16 @@ text: str | None = None  # file (text, .jsonl, .parquet) or hub data set; None: 
 text_column = "text"  # column that holds the text in records
 text_split = "test"  # split of a data set on the hub
 depth_tokens = 16384  # validation tokens for depth and mod, evenly spaced over the split
-mod_rate: float | None = None  # share of tokens to skip, by new thresholds; None: the trained ones
+mod_rate: float | None = None  # share of tokens to skip, or of units; None: as trained
+prune_unit = "sublayer"  # what mod_rate skips in a model without routers: sublayer or block
+prune_by = "angle"  # which units: those of lowest angle or norm, see prune.py, or random
 batch_size = 8  # windows per batch; the value used in training reuses the compiler's cache
 prompt = "def "  # start of the sample, and the text in the map of mod
 max_new_tokens = 200  # tokens in the sample
 temperature = 0.8  # temperature of the sample; 0: greedy
 top_k: int | None = None  # sample from the top_k likeliest tokens; None: from all
 top_p: float | None = None  # sample from likeliest tokens of total probability top_p; None: all
-seed = 1337  # seed of the sample and of the tasks
+seed = 1337  # seed of the sample, of the tasks and of prune_by="random"
 tasks: str | None = None  # names of the harness's tasks; None: the eight of the norm papers
 task_dir: str | None = None  # folder with task files; None: the tasks of the harness
 num_fewshot: int | None = None  # examples before each question; None: the default of each task
@@ -339,6 +342,11 @@ def show_skipping(report):
         print(f"{where:<9} {share:>6.1%} " + "".join(".#"[ran] for ran in row[:96]))
 
 
+def show_pruning(report):
+    units = ", ".join(report["skipped"]) or "nothing"
+    print(f"skipped {units}; {report['FLOPs left']:.1%} of the FLOPs left")
+
+
 def show_tasks(report):
     for name, metrics in report.items():
         values = [f"{key} {v:.4f}" for key, v in metrics.items() if isinstance(v, float)]
@@ -436,15 +444,48 @@ def answers(parts, model, windows, encoding):
         yield "sample", sample(model, encoding, device)
 
 
-def dial(model, directory):
-    """Set the routers' thresholds on training windows, so that a share mod_rate of tokens skips."""
+def dial(model, directory, encoding):
+    """Skip a share mod_rate of the tokens, or of the units in a model without routers.
+
+    Training windows set the thresholds or score the units; without shards, the text does. Returns
+    new parts of eval.json.
+    """
     if not 0 <= mod_rate < 1:
         raise SystemExit(f"mod_rate={mod_rate}: must be at least 0 and below 1")
-    if not mod.routers(model):
-        raise SystemExit(f"mod_rate={mod_rate}: the model in {out_dir} has no mixture of depths")
-    windows = Windows(directory, "train", model.config.block_size)
+    T = context or model.config.block_size
+    if directory is not None:
+        windows = Windows(directory, "train", T)
+    elif text is not None:
+        windows = TextWindows(read_texts(text, text_column, text_split), encoding, T, 32768)
+    else:
+        raise SystemExit(
+            f"mod_rate={mod_rate}: this model has no shards: give --text or --data_dir"
+        )
     batches = [x for x, _ in eval_batches(windows, spread(windows, 32768), batch_size, device)]
-    mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
+    if mod.routers(model):
+        mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
+        return {}
+    report = pruned(model, batches)
+    show_pruning(report)
+    return {"prune": report}
+
+
+def pruned(model, batches):
+    """Skip whole sublayers or blocks. Returns their names and the share of FLOPs that is left."""
+    whole = model.flops_per_token()
+    try:
+        units = prune.prune(model, batches, mod_rate, prune_unit, prune_by, seed)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    left = model.flops_per_token() / whole
+    return {"skipped": prune.names(units, prune_unit), "FLOPs left": left}
+
+
+def refuse_unused(model, given):
+    """Settings of prune.py are errors where prune.py does not run."""
+    for key in ("prune_unit", "prune_by"):
+        if key in given and (mod_rate is None or mod.routers(model)):
+            raise SystemExit(f"{key}={given[key]!r} needs mod_rate, and a model without routers")
 
 
 def choose_parts(model, settings, has_text):
@@ -485,7 +526,7 @@ def open_data(state, model):
 
 def main():
     global device
-    settings, _ = configure(globals(), argv=sys.argv[1:])
+    settings, given = configure(globals(), argv=sys.argv[1:])
     device = pick_device(device)
     prepare_process(device)
     pick_dtype(dtype, device.type)  # refuse an unknown dtype before any work
@@ -495,18 +536,20 @@ def main():
         model.loss_chunk = loss_chunk
     windows, encoding = open_data(state, model)
     parts = choose_parts(model, settings, windows is not None or text is not None)
+    refuse_unused(model, given)
     if context is not None and context > model.config.block_size:
         raise SystemExit(f"context={context}: the model has block_size={model.config.block_size}")
-    if mod_rate is not None:
-        dial(model, data_dir or state["settings"]["data_dir"])
+    directory = data_dir or state["settings"]["data_dir"]
+    dialled = {} if mod_rate is None else dial(model, directory, encoding)
 
     path = os.path.join(out_dir, "eval.json")
     report = {"checkpoint": os.path.basename(state["path"]), "step": state["step"]}
     if os.path.exists(path):  # keep earlier parts if they belong to the same checkpoint
         old = json.load(open(path))
         report = old if old.items() >= report.items() else report
-    report["settings"] = report.get("settings", {}) | dict.fromkeys(parts, settings)
+    report["settings"] = report.get("settings", {}) | dict.fromkeys([*parts, *dialled], settings)
     report["data"] = None if windows is None else windows.sha256
+    report |= dialled
     report |= dict(answers(parts, model, windows, encoding))
     write_json(path, report)
 

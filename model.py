@@ -176,6 +176,7 @@ class Block(nn.Module):
             mod.Router(config, self.attn_residual, 2 * b + 1) if on_attention else None
         )
         self.mlp_router = mod.Router(config, self.mlp_residual, 2 * b + 2) if on_mlp else None
+        self.skip_attention = self.skip_mlp = False  # prune.py sets these
         scales = {"one": 1.0, "depth": config.n_layer**-0.5}
         self.scale = pick(scales, config.branch_scale, "branch_scale")
         self.drop = nn.Dropout(config.dropout)
@@ -184,12 +185,18 @@ class Block(nn.Module):
         return self.feed(self.attend(stream, rope, docs, cache, values))
 
     def attend(self, stream, rope, docs=None, cache=None, values=None):
+        if self.skip_attention:
+            return stream
+
         def run(h, rows=None):
             return self.drop(self.attn(h, rope, docs, cache, rows, values))
 
         return self.sublayer(run, self.attn_residual, self.attn_router, stream)
 
     def feed(self, stream):
+        if self.skip_mlp:
+            return stream
+
         def run(h, rows=None):
             return self.drop(self.mlp(h if rows is None else gather_rows(h, rows)))
 
@@ -364,14 +371,17 @@ class GPT(nn.Module):
     def compile_blocks(self):
         """Compile block by block. Blocks share one graph, so depth does not slow compilation.
 
-        A mode whose blocks do not share one says how many there are.
+        A mode whose blocks do not share one says how many there are. Blocks that skip different
+        sublayers do not share one either.
         """
         torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a router's k changes
         residual, limits = RESIDUALS[self.config.residual], torch._dynamo.config
-        if hasattr(residual, "graphs"):  # 8 is the limit for one graph, in training and evaluation
-            most = 8 * residual.graphs(self.config.n_layer)
-            limits.recompile_limit = max(limits.recompile_limit, most)
-            limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, most)
+        graphs = len({(block.skip_attention, block.skip_mlp) for block in self.blocks})
+        if hasattr(residual, "graphs"):
+            graphs *= residual.graphs(self.config.n_layer)
+        most = 8 * graphs  # 8 is the limit for one graph, in training and evaluation
+        limits.recompile_limit = max(limits.recompile_limit, most)
+        limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, most)
         for block in self.blocks:
             block.compile()
 
@@ -452,8 +462,8 @@ class GPT(nn.Module):
         The forward takes 2 for each weight of a matrix, including the head. Attention takes 2 C for
         each score and 2 C to sum values, over (T + 1) / 2 keys on average. The backward takes twice
         as much as the forward.
-        Experts that a token does not use, sublayers that it skips (k of T tokens run) and
-        gradients of frozen weights do not count.
+        Experts that a token does not use, sublayers that it skips (k of T tokens run), sublayers
+        that prune.py skips and gradients of frozen weights do not count.
         """
         C, T = self.config.n_head * head_width(self.config), self.config.block_size
 
@@ -469,11 +479,16 @@ class GPT(nn.Module):
         total = cost(m for m in self.modules() if not isinstance(m, (nn.Embedding, Smear)))
         total += self.config.n_layer * 6 * C * (T + 1)
         for block in self.blocks:
-            if block.mlp_router is not None:
-                total -= (1 - block.mlp_router.k / T) * cost(block.mlp.modules())
-            if block.attn_router is not None:  # keys and values are computed for all tokens
+            if block.skip_attention:
+                unused = (*block.attn.modules(), *block.attn_residual.modules())
+                total -= cost(unused) + 6 * C * (T + 1)
+            elif block.attn_router is not None:  # keys and values are computed for all tokens
                 skipped = 1 - block.attn_router.k / T
                 total -= skipped * (cost((block.attn.wq, block.attn.wo)) + 6 * C * (T + 1))
+            if block.skip_mlp:
+                total -= cost((*block.mlp.modules(), *block.mlp_residual.modules()))
+            elif block.mlp_router is not None:
+                total -= (1 - block.mlp_router.k / T) * cost(block.mlp.modules())
         return total
 
 

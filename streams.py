@@ -332,7 +332,7 @@ class AttnRes(PreNorm):
 
     def write(self, stream, f, gate=1.0):
         if not self.begins:
-            return stream.replace(x=(stream.x + gate * f).to(stream.x.dtype))
+            return stream.replace(x=(stream.x + gate * f).to(stream.x.dtype), lane=None)
         sources = sources_of(stream)
         dtype = f.dtype if self.size == 1 else sources[0][0].dtype  # sums need the stream's dtype
         return stream.replace(x=(gate * f).to(dtype), lane=None, sources=sources)

@@ -239,17 +239,16 @@ class Formulas:
         angles = [self.c.rope_base ** (-2 * i / self.D) for i in range(self.D // 2)]
         if self.c.rope_scaling is not None:
             factor, low, high, length = (*self.c.rope_scaling, 1, 2, 0)[:4]
-            turns = [(length * angle / (2 * math.pi) - low) / (high - low) for angle in angles]
-            keep = [min(1, max(0, n)) for n in turns]
-            angles = [angle * (k + (1 - k) / factor) for angle, k in zip(angles, keep)]
+            keep = lambda a: min(1, max(0, (length * a / (2 * math.pi) - low) / (high - low)))
+            angles = [angle * (keep(angle) + (1 - keep(angle)) / factor) for angle in angles]
         return torch.arange(T)[:, None] * torch.tensor(angles, dtype=torch.float64)
 
     def rotated(self, x, at, n):
         """Queries or keys (B, T, heads, D), with feature pairs rotated as complex numbers"""
-        y = self.linear(x, f"{at}.w{n}")
-        y = y if self.c.qk_norm_joint else y.unflatten(-1, (-1, self.D))
+        y, joint = self.linear(x, f"{at}.w{n}"), self.c.qk_norm_joint
+        y = y if joint else y.unflatten(-1, (-1, self.D))
         y = self.P[f"{at}.{n}_norm.gain"] * self.scaled(y) if self.c.qk_norm else y
-        y = y if y.ndim == 4 else y.unflatten(-1, (-1, self.D))
+        y = y.unflatten(-1, (-1, self.D)) if joint else y
         y = torch.complex(*y.chunk(2, -1)) * torch.exp(1j * self.angles(x.size(1)))[:, None]
         y = torch.cat([y.real, y.imag], -1)
         s = self.P.get(f"{at}.{n}_scale.s", self.P.get(f"{at}.q_scale.s"))  # of nGPT
@@ -1648,7 +1647,7 @@ BAD_INPUT = {
         ("--what=loss,dept", "dept is not one of loss, depth, sample, tasks"),
         ("--checkpoint=x.pt", "x.pt: no such check"), ("--data_dir=/x", "/x holds no prepared"),
         ("--limit=3", "limit=3 is for tasks"), ("--what=sample --text=x", "text='x' is for loss"),
-        ("--what=loss --dtype=half", "must be auto, float32"), ("--mod_rate=0.3", "has no mixture"),
+        ("--what=loss --dtype=half", "must be auto, float32"), ("--mod_rate=1", "and below 1"),
     ],
     "bench.py": [("--what=speed", "choose one of forward"), ("--modes=nagg", "choose one of none")],
 }  # fmt: skip

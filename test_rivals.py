@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import depth
 import lora
+import mod
 import norms
 import streams as streams_file
 from model import GPT, RESIDUALS, GPTConfig
@@ -367,3 +368,13 @@ def test_recomputation_changes_no_gradient(residual):
     expected = logits_and_gradients(model, idx, idx.roll(-1, 1))
     model.recompute = True
     assert_close(logits_and_gradients(model, idx, idx.roll(-1, 1)), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_block_of_sources_counts_again_once_all_tokens_run_one_of_its_sublayers():
+    how = dict(residual="attnres_block", attnres_size=3, n_layer=3, mod_on="mlp", mod_rate=0.4)
+    model, masked = shaken(tiny(**how, mod_router="learned")).eval(), []
+    for router in mod.routers(model):
+        router.tau.fill_(2.0)  # every token skips every MLP, and sublayer 4 begins a block
+    for *_, stream in depth.walk(model, some_ids()):
+        masked.append(stream.lane is not None and not bool(stream.lane.any()))
+    assert masked == [False, False, False, True, False, False]

@@ -1,0 +1,120 @@
+"""
+What do the sublayers or blocks that a trained model skips cost in loss, and save in time?
+
+    python runs/prune.py --out_dir=out/default    writes results/prune.jsonl and results/prune.png
+
+For rates up to one half, and each unit and rule of prune.py: the validation loss, the share of the
+FLOPs left, and the time of an eager forward divided by the whole model's (a median over rounds, all
+timed in turn). Training windows score the units. Needs a quiet machine.
+"""
+
+import json
+import os
+import statistics
+import sys
+from collections import defaultdict
+from functools import partial
+from itertools import product
+
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)  # before this folder, which has a prune.py too
+
+import bench
+import prune
+from configurator import configure
+from data import Windows, eval_batches, spread
+from lora import load_model
+from machine import autocast, commit, device_name, pick_device, pick_dtype, prepare_process
+from model import evaluate
+from plot import LOSS, plot_mean
+
+out_dir = "out/default"  # folder of the run
+data_dir: str | None = None  # folder with shards; None: as in training
+score_tokens = 32768  # training tokens that score the units
+eval_tokens = 65536  # validation tokens for the loss, evenly spaced
+batch_size = 8  # windows per batch, and of a timed forward
+rounds = 15  # timed rounds
+results = "results/prune"  # the files to write, without .jsonl and .png
+
+RATES = [i / 16 for i in range(9)]
+SEEDS = {"angle": (0,), "norm": (0,), "random": (1, 2, 3)}
+
+
+def plans(model, batches):
+    """{(unit, rule, seed, share of the units that are skipped): their indices}"""
+    found = {}
+    for unit, rule in product(prune.UNITS, prune.RULES):
+        for seed in SEEDS[rule]:
+            scores = prune.scores(model, batches, unit, rule, seed)
+            for indices in (prune.lowest(scores, rate) for rate in RATES):
+                found[unit, rule, seed, len(indices) / len(scores)] = indices
+    return found
+
+
+def times(model, x, skipped):
+    """{plan: time of a forward relative to the whole model's in the same round}"""
+
+    @torch.no_grad()
+    def forward(plan):
+        prune.skip(model, skipped[plan], plan[0])
+        model(x)
+
+    found = bench.race({plan: partial(forward, plan) for plan in skipped})
+    whole = [*map(statistics.median, zip(*(t for plan, t in found.items() if not plan[-1])))]
+    ratios = {plan: [a / b for a, b in zip(t, whole)] for plan, t in found.items()}
+    return {plan: statistics.median(each) for plan, each in ratios.items()}
+
+
+def draw(lines):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    labels = {"loss": LOSS, "time": "time of a forward, relative"}
+    shared = dict(sharex=True, sharey="row")
+    figure, places = plt.subplots(2, 2, figsize=(9, 6), layout="constrained", **shared)
+    for axes, (key, unit) in zip(places.flat, product(labels, prune.UNITS)):
+        for rule in prune.RULES:
+            points = defaultdict(list)  # {rate: [value of each seed]}
+            for line in lines:
+                if (line["unit"], line["rule"]) == (unit, rule):
+                    points[line["rate"]].append(line[key])
+            plot_mean(axes, points, label=rule, marker="o", ms=3)
+        axes.set(xlabel=f"share of the {unit}s that are skipped", ylabel=labels[key])
+    places[0, 0].legend(frameon=False)
+    figure.savefig(results + ".png", dpi=150)
+
+
+def main():
+    configure(globals(), argv=sys.argv[1:])
+    device = pick_device("auto")
+    prepare_process(device)
+    bench.device, bench.rounds = str(device), rounds
+    dtype, (state, model) = pick_dtype("auto", device.type), load_model(out_dir, device)
+    folder, T = data_dir or state["settings"]["data_dir"], model.config.block_size
+    train, val = (Windows(folder, split, T) for split in ("train", "val"))
+    batches = [x for x, _ in eval_batches(train, spread(train, score_tokens), batch_size, device)]
+    val_batches = [*eval_batches(val, spread(val, eval_tokens), batch_size, device)]
+    same = {"run": out_dir, "step": state["step"], "data": val.sha256[:8], "git": commit()}
+    same |= {"device": device_name(device), "dtype": dtype}
+    whole, lines = model.flops_per_token(), []
+    with autocast(device.type, dtype):
+        skipped = plans(model, batches)
+        relative = times(model, batches[0], skipped)
+        for plan, indices in skipped.items():
+            prune.skip(model, indices, plan[0])
+            line = same | dict(zip(("unit", "rule", "seed", "rate"), plan))
+            line |= {"skipped": prune.names(indices, plan[0]), "time": relative[plan]}
+            line |= {"flops": model.flops_per_token() / whole, "loss": evaluate(model, val_batches)}
+            print("{unit:<9} {rule:<7} {seed} {rate:.3f} {loss:.4f} {time:.3f}".format(**line))
+            lines.append(line)
+    with open(results + ".jsonl", "w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    draw(lines)
+
+
+if __name__ == "__main__":
+    main()
