@@ -458,9 +458,7 @@ def dial(model, directory, encoding):
     elif text is not None:
         windows = TextWindows(read_texts(text, text_column, text_split), encoding, T, 32768)
     else:
-        raise SystemExit(
-            f"mod_rate={mod_rate}: this model has no shards: give --text or --data_dir"
-        )
+        raise SystemExit(f"mod_rate={mod_rate} needs text: give --text or --data_dir")
     batches = [x for x, _ in eval_batches(windows, spread(windows, 32768), batch_size, device)]
     if mod.routers(model):
         mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
