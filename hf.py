@@ -298,14 +298,12 @@ class opened:
 
 
 def read_tensors(plan):
-    """{name: tensor}. One file is open at a time."""
+    """{name: tensor}. They are mapped into memory, and read when they are used."""
     tensors = {}
     for path, names in plan.items():
         with opened(path) as file:
             for name, other in names:
-                tensor = file.get_tensor(other)
-                shared = tensor.untyped_storage().nbytes() != tensor.nbytes
-                tensors[name] = tensor.clone() if shared else tensor
+                tensors[name] = file.get_tensor(other)
     return tensors
 
 

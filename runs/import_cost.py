@@ -4,7 +4,8 @@ What it costs to import a 1B Llama: the time against copying its files, and the 
     python runs/import_cost.py    writes results/speed/import_1b.json
 
 The weights are random bfloat16 numbers in shards of 500 MB, in a temporary folder that needs 7 GB.
-Copy and import run in turn, each in a process of its own, and end when the files are on disk.
+Copy and import run in turn, each in a process of its own, and end when the files are on disk. The
+time to start Python and load torch does not count.
 """
 
 import json
@@ -15,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -32,10 +32,13 @@ ROUNDS = 5
 SHARD = 500e6  # bytes
 SHAPE = {"n_layer": 16, "n_head": 32, "n_kv_head": 8, "n_embd": 2048, "n_hidden": 8192}
 CONFIG = GPTConfig(**hf.SOURCE | SHAPE | {"vocab_size": 50304, "block_size": 2048})
-COPY = (
-    "import os, shutil, sys; shutil.copytree(*sys.argv[1:]);"
-    "[os.fsync(os.open(entry.path, os.O_RDONLY)) for entry in os.scandir(sys.argv[2])]"
-)
+TIMED = "import sys, time; source, to = sys.argv[1:]; {}; began = time.perf_counter(); {}; "
+TIMED += "print(time.perf_counter() - began, file=sys.stderr)"
+ON_DISK = "[os.fsync(os.open(entry.path, os.O_RDONLY)) for entry in os.scandir(to)]"
+COMMANDS = {
+    "copy": TIMED.format("import os, shutil", f"shutil.copytree(source, to); {ON_DISK}"),
+    "import": TIMED.format("import hf", "hf.import_model(source, to)"),
+}
 
 
 def make(folder):
@@ -59,36 +62,27 @@ def make(folder):
     return total
 
 
-def timed(command, to):
-    """Seconds of a command, which writes the folder `to`. Removes this folder."""
-    began = time.perf_counter()
-    subprocess.run([sys.executable, *command], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    seconds = time.perf_counter() - began
+def timed(code, source, to):
+    """Seconds of code that writes the folder `to`, without the start of Python. Removes it."""
+    command = [sys.executable, "-c", code, source, to]
+    ran = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
     shutil.rmtree(to)
-    return seconds
+    return float(ran.stderr.split()[-1])
 
 
 def main():
     with tempfile.TemporaryDirectory() as at:
         source, to = os.path.join(at, "model"), os.path.join(at, "to")
         size = make(source)
-        commands = {
-            "copy": ("-c", COPY, source, to),
-            "python and its imports": (
-                "-c",
-                "import sys, os; os.mkdir(sys.argv[1]); import hf",
-                to,
-            ),
-            "import": ("hf.py", "import", source, f"--out_dir={to}"),
-        }
-        seconds = {name: [] for name in commands}
+        seconds = {name: [] for name in COMMANDS}
         for _ in range(ROUNDS):
-            for name, command in commands.items():
-                seconds[name].append(timed(command, to))
+            for name, code in COMMANDS.items():
+                seconds[name].append(timed(code, source, to))
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     ratios = [a / b for a, b in zip(seconds["import"], seconds["copy"])]
-    report = {"device": device_name(torch.device("cpu")), "bytes": size, "seconds": seconds}
-    report |= {"ratio": statistics.quantiles(ratios, n=4), "peak_bytes": peak * 1024}
+    report = {"device": device_name(torch.device("cpu")), "bytes": size, "shard_bytes": SHARD}
+    report |= {"seconds": seconds, "ratio": statistics.quantiles(ratios, n=4)}
+    report |= {"peak_bytes": peak * 1024}
     print(json.dumps(report, indent=1))
     write_json(str(ROOT / "results" / "speed" / "import_1b.json"), report)
 
