@@ -1480,6 +1480,7 @@ def test_a_run_that_goes_on_may_change_some_settings_and_no_others(data, runs, t
     assert checkpoint(run)["step"] == 7 and log_of(run).records[-1]["tokens"] == 7 * 128
     known = set(configurator.read_settings(open(os.path.join(HERE, "train.py")).read()))
     fixed = "seed optimizer beta1 beta2 sft_data lora_rank lora_alpha lora_dropout lora_targets"
+    fixed += " convert"
     assert known - may_change == set(fixed.split()) and may_change <= known | {"dropout"}
     before = content(run)
     for name, old, new in (
