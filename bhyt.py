@@ -13,10 +13,15 @@ x is the stream, v the mean of x^2 over the d = n_embd features, T the context l
     bhyt_exact      (2) with a measured v before the MLP as well
     prenorm_approx  RMSNorm in place of (2), and v' = v + c mean(gamma^2) in place of (3)       (5)
 
+    convert    a trained pre-norm model, whose RMSNorms have gains g, becomes one of these modes:
+               gamma = g kappa / lam, so that (2) is g x / sqrt(v + eps) up to third order in
+               lam x / (kappa sqrt(v + eps)). prenorm_approx takes g as it is                   (7)
+
 Differs from the paper and its release:
 - A lam that is not learned is frozen; the release still trains it. As there, (3) detaches lam.
 - bhyt_unit is ours. gamma starts at kappa / lam, so that the first outputs have a variance near 1,
   like those of RMSNorm. W_V then reads gamma * tanh: c = |diag(gamma) W_V W_O|_F^2 / (T d).    (6)
+- (7) is ours. A converted model has bhyt_unit, because its gamma is far from 1.
 - A branch scale g multiplies the output of attention by g, and the increment in (3) by g^2.
 - (4) does not count the value embeddings (value_embeds), so v' is too small with them.
 """
@@ -24,7 +29,7 @@ Differs from the paper and its release:
 import torch
 from torch import nn
 
-from norms import FinalNorm, PreNorm, gathered, make_norm, refuse, upcast
+from norms import FinalNorm, PreNorm, gathered, make_norm, readers, refuse, upcast, weight_of
 
 UP = (1.50631041e-08, 2.17741688e-05, 0.00356421217, 0.134382384, 0.99999997)
 DOWN = (8.4541874e-07, 0.0003399271, 0.0261362291, 0.467715592, 1)
@@ -95,6 +100,14 @@ class BoundedTanh(nn.Module):
         return bounded_tanh(x_float, v, self.lam, self.gain, self.kappa, self.eps).to(x.dtype)
 
 
+@torch.no_grad()
+def convert(model, source, batches):
+    """Eq. 7, once the weights of source are copied: RMSNorm and BoundedTanh both call them gain."""
+    for norm in model.modules():
+        if isinstance(norm, BoundedTanh):
+            norm.gain.mul_(norm.kappa / norm.lam)
+
+
 class BHyTEnds(FinalNorm):
     def __init__(self, config):
         super().__init__(config)
@@ -105,6 +118,8 @@ class BHyTEnds(FinalNorm):
 class BHyTExact(PreNorm):
     settings = ("bhyt_p", "bhyt_lambda", "bhyt_learned", "bhyt_unit")
     ends = BHyTEnds
+    convert = staticmethod(convert)
+    converted = {"bhyt_unit": True}  # settings that a converted model must have
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -115,6 +130,8 @@ class BHyTExact(PreNorm):
 class PreNormApprox(PreNorm):
     settings = ("bhyt_context",)
     gain_aware = False
+    convert = staticmethod(convert)
+    converted = {}
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -151,6 +168,7 @@ class PreNormApprox(PreNorm):
 class BHyT(PreNormApprox):
     settings = (*BHyTExact.settings, *PreNormApprox.settings)
     ends = BHyTEnds
+    converted = BHyTExact.converted
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -173,20 +191,18 @@ def fold(model):
     if not isinstance(norm, BoundedTanh) or norm.gain is None:
         raise ValueError(f"residual={model.config.residual!r} has nothing to fold, or is folded")
     for block in model.blocks:
-        attn = block.attn
-        fold_norm(block.attn_residual.norm, block.attn_router, [attn.wq, attn.wk, attn.wv])
-        mlps = [mlp for mlp in (block.mlp, getattr(block.mlp, "shared", None)) if mlp is not None]
-        readers = [getattr(mlp, name, None) for mlp in mlps for name in ("router", "up", "gate")]
-        fold_norm(block.mlp_residual.norm, block.mlp_router, [r for r in readers if r is not None])
+        of_attention, of_mlp = readers(block)
+        fold_norm(block.attn_residual.norm, block.attn_router, of_attention)
+        fold_norm(block.mlp_residual.norm, block.mlp_router, of_mlp)
     return model.eval()
 
 
 @torch.no_grad()
-def fold_norm(norm, router, readers):
+def fold_norm(norm, router, layers):
     """Multiply gamma into the columns of the linears or expert weights that read the norm."""
-    if any(hasattr(reader, "plain") and reader.plain is None for reader in readers):
+    if any(hasattr(layer, "plain") and layer.plain is None for layer in layers):
         raise ValueError("an adapter was trained on inputs that contain gamma: merge it first")
-    weights = [r if isinstance(r, nn.Parameter) else r.weight for r in readers]
+    weights = [weight_of(layer) for layer in layers]
     weights += [router.w] if router is not None and router.learned else []
     for w in weights:
         w.mul_(norm.gain)

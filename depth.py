@@ -22,16 +22,16 @@ from norms import upcast
 
 
 @torch.no_grad()
-def walk(model, x):
+def walk(model, x, docs=None):
     """Yield (sublayer, residual, its input, stream before, stream after) for ids x (B, T).
 
-    The model must be in eval mode.
+    The model must be in eval mode. docs (B, T) numbers the documents of a row, as in GPT.forward.
     """
     rope = (model.cos[: x.size(1)], model.sin[: x.size(1)])
     sharded = isinstance(model, FSDPModule)
     if sharded:
         model.unshard()
-    stream = model.begin(x, torch.arange(x.size(1), device=x.device))
+    stream = model.begin(x, torch.arange(x.size(1), device=x.device), docs)
     for b, block in enumerate(model.blocks):
         values = model.values(b, x)
         if sharded:
@@ -40,7 +40,7 @@ def walk(model, x):
         for sublayer, residual in pairs:
             h, before = residual.read(stream)
             if sublayer is block.attn:
-                stream = block.attend(stream, rope, values=values)
+                stream = block.attend(stream, rope, docs, values=values)
             else:
                 stream = block.feed(stream)
             yield sublayer, residual, h, before, stream

@@ -1,5 +1,6 @@
 """
-Fine-tuning with low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) and on conversations.
+Fine-tuning with low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685), on conversations, and
+into another residual mode.
 
     y = W x + b + (alpha / rank) B A dropout(x)                                                 (1)
         W and b are frozen; A (rank, in) starts random, B (out, rank) at zero
@@ -23,7 +24,8 @@ from torch import nn
 
 import checkpoint
 from data import file_sha256, start_of_text
-from model import GPT, GPTConfig
+from model import GPT, RESIDUALS, GPTConfig
+from norms import pick
 
 TARGETS = ("wq", "wk", "wv", "wo", "up", "gate", "down")  # the linears of a block
 
@@ -153,11 +155,51 @@ def begin(model, state, wanted):
     load_state(model, state)
     if not wanted["rank"]:
         return state.get("lora")
-    path = state["path"]
-    if state.get("lora"):
-        raise ValueError(f"{path} holds adapters: merge them first: python lora.py {path} OUT.pt")
+    refuse_adapters(state)
     adapt(model, **wanted)
-    return wanted | {"base": os.path.abspath(path), "sha256": digest(path)}
+    return wanted | {"base": os.path.abspath(state["path"]), "sha256": digest(state["path"])}
+
+
+def refuse_adapters(state):
+    if state.get("lora"):
+        path = state["path"]
+        raise ValueError(f"{path} holds adapters: merge them first: python lora.py {path} OUT.pt")
+
+
+# ------------------------------------------------------------------------------------------------
+# Another residual mode. Modes that a pre-norm model can become have `convert` and `converted`
+
+
+def target(state, given):
+    """The class of the mode that a checkpoint becomes with the settings given, or a ValueError."""
+    modes = {name: mode for name, mode in RESIDUALS.items() if hasattr(mode, "convert")}
+    mode = pick(modes, given.get("residual"), "convert=True, residual")
+    refuse_adapters(state)
+    needed = {"residual": "prenorm", "norm": "rms", "mod_on": "none"}
+    has, needs = (
+        ", ".join(f"{name}={values[name]!r}" for name in needed)
+        for values in (state["config"], needed)
+    )
+    if has != needs:
+        raise ValueError(f"{state['path']} has {has}: convert=True needs {needs}")
+    for name, value in {"lora_rank": 0, **mode.converted}.items():
+        if given.get(name, value) != value:
+            raise ValueError(f"convert=True needs {name}={value!r}, not {given[name]!r}")
+    return mode
+
+
+def convert(model, state, batches):
+    """Load the checkpoint of a pre-norm model into a model of another mode.
+
+    The mode's own file has the equations. batches: (inputs, targets, ...) of training text, for
+    what the mode has to measure.
+    """
+    source = GPT(GPTConfig(**state["config"] | {"block_size": model.config.block_size}))
+    load_state(source, state)
+    model.load_state_dict(source.state_dict(), strict=False)  # all weights whose names both have
+    RESIDUALS[model.config.residual].convert(model.eval(), source.eval(), batches)
+    model.train()
+    model.refresh()
 
 
 # ------------------------------------------------------------------------------------------------

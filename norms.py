@@ -69,6 +69,13 @@ def mlps(block):
     return [block.mlp] if shared is None else [block.mlp, shared]
 
 
+def readers(block):
+    """What reads the stream in a block: layers of the attention, and of the MLP or experts."""
+    attn = block.attn
+    found = [getattr(mlp, name, None) for mlp in mlps(block) for name in ("router", "up", "gate")]
+    return [attn.wq, attn.wk, attn.wv], [layer for layer in found if layer is not None]
+
+
 def weight_of(layer):
     """The weight (out, in) of a linear. Experts are the parameter (E, out, in) itself."""
     return getattr(layer, "weight", layer)

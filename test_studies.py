@@ -123,6 +123,8 @@ def test_a_finished_log_becomes_a_line(tmp_path):
     write([{"run": header}, *steps])
     found = study.summary(tmp_path)
     assert (found["loss"], found["steps"], found["step_s"]) == (1.5, 100, 0.1)
+    write([{"run": header}, *steps, {"run": header | {"from_step": 100}}])  # started once more
+    assert study.summary(tmp_path) == found
     assert len(found["curve"]) <= study.POINTS and found["curve"][0] == [3, 198.0]
     write([{"run": header}, *steps[:50], steps[50] | {"bad_steps": 5}])
     assert study.summary(tmp_path)["loss"] is None

@@ -85,6 +85,7 @@ lora_rank = 0  # rank of adapters that train in place of the weights; 0: none
 lora_alpha = 16.0  # lora: an adapter's output is multiplied by lora_alpha / lora_rank
 lora_dropout = 0.0  # lora: on the adapters' input
 lora_targets = "wq,wk,wv,wo"  # lora: linears that get an adapter; also up, gate, down
+convert = False  # turn the pre-norm model of init_from into one with another residual
 # evaluation, logging and saving
 eval_interval = 300  # steps between evaluations; 0: never
 eval_tokens: int | None = 98304  # validation tokens, spread over the split; None: all of it
@@ -134,6 +135,7 @@ AT_LEAST_0 = (
     "eval_interval save_interval keep_interval lora_rank"
 )
 BATCH = {"gradient_accumulation_steps", "total_batch_tokens"}
+CONVERT_TOKENS = 8192  # training tokens on which a conversion measures the old model
 MODEL_SETTINGS = {field.name for field in fields(GPTConfig)}
 RULES = (  # (names of settings, condition on their values, the condition in words)
     ("optimizer", lambda v: v in ("adamw", "muon"), "adamw or muon"),
@@ -154,7 +156,8 @@ def inherit(saved, going_on):
     """The settings of a run that starts from a checkpoint.
 
     A resumed or branched run keeps all settings of the checkpoint. Fine-tuning keeps the model's
-    settings and data_dir. Settings given now override these; changing a fixed one is an error.
+    settings and data_dir; a conversion changes the residual mode and sets the settings of the new
+    one. Settings given now override these; changing a fixed one is an error.
     """
     old = settings | saved["settings"] | saved["config"]
     if going_on:
@@ -167,6 +170,10 @@ def inherit(saved, going_on):
         predicts = hasattr(RESIDUALS[old["residual"]], "refresh")
         if predicts and given.get("block_size", old["block_size"]) != old["block_size"]:
             kept["bhyt_context"] = old["bhyt_context"] or old["block_size"]  # keep the c it has
+        if convert:
+            mode = lora.target(saved, given)
+            fixed -= {"residual", *mode.settings}
+            kept |= mode.converted
     kept |= {k: settings[k] for k in ("out_dir", "init_from", "branch_from")}
     changed = [k for k in given if k in fixed and given[k] != old[k]]
     if changed:
@@ -220,8 +227,14 @@ source = out_dir if resuming else branch_from
 if source is None and init_from not in ("scratch", "auto"):
     source = init_from
 saved = None if source is None else checkpoint.load(source)
+if convert and (saved is None or (going_on and not saved["settings"].get("convert"))):
+    fail("convert=True starts a new run from a trained model: give its checkpoint as init_from")
+converting = convert and not going_on
 if saved is not None:
-    settings = inherit(saved, going_on)
+    try:
+        settings = inherit(saved, going_on)
+    except ValueError as error:
+        fail(error)
     globals().update({key: settings[key] for key in settings.keys() - MODEL_SETTINGS})
 device = pick_device(device, local_rank)
 dtype = pick_dtype(dtype, device.type)
@@ -285,7 +298,7 @@ try:
     adapters = None if saved is None else saved.get("lora")
     if going_on:
         lora.load_state(model, saved)
-    elif saved is not None:
+    elif saved is not None and not converting:
         wanted = {"rank": lora_rank, "alpha": lora_alpha}
         wanted |= {"dropout": lora_dropout, "targets": lora_targets}
         adapters = lora.begin(model, saved, wanted)
@@ -304,6 +317,9 @@ if going_on and saved.get("data", data_sha256) != data_sha256:
     fail(f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {hashes}")
 loader = Loader(train_windows, sequences, micro_steps, seed, rank, world, device)
 val_indices = spread(val_windows, eval_tokens, val_part)
+if converting:
+    text = eval_batches(train_windows, spread(train_windows, CONVERT_TOKENS), 1, "cpu")
+    lora.convert(model, saved, [*text])
 
 step, flops, bad_steps, best_val_loss, run_id = 0, 0.0, 0, math.inf, uuid.uuid4().hex
 flops_per_step = expected_flops = tokens_per_step * model.flops_per_token()
@@ -345,6 +361,7 @@ optimizers = model.optimizers(optimizer, learning_rate, rates, weight_decay, (be
 if going_on:
     checkpoint.restore(saved, optimizers)
 origin = None if saved is None else saved["path"]
+converted_from = saved["config"]["residual"] if converting else None
 saved = None  # frees the memory
 
 
@@ -418,7 +435,7 @@ def run_header():
     }  # fmt: skip
     return {
         "settings": settings, "resolved": resolved, "from_step": step, "from": origin,
-        "run_id": run_id, "data": data_sha256, "git": commit(),
+        "converted_from": converted_from, "run_id": run_id, "data": data_sha256, "git": commit(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": name_of_device, "threads": torch.get_num_threads(), "world": world,
         "params": counts, "tokens_per_step": tokens_per_step, "flops_per_step": flops_per_step,

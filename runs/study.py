@@ -6,9 +6,10 @@ line has its settings, data and kind of machine. A killed run resumes where it s
 core trains one run at a time, with one thread. Each GPU trains one run at a time.
 
 A line has: key, a hash of all settings that change the result; settings; loss, the last
-validation loss (null if the run diverged); curve, [step, mean of the logged training losses since
-the last point]; step_s, the median seconds of a step while other runs train alongside; where it
-ran; and what eval.py measured, if it was asked for.
+validation loss (null if the run diverged); start, the validation loss at step 0 (null if there is
+none); curve, [step, mean of the logged training losses since the last point]; step_s, the median
+seconds of a step while other runs train alongside; where it ran; and what eval.py measured, if it
+was asked for.
 """
 
 import fcntl
@@ -34,15 +35,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
+import checkpoint
 from configurator import configure
 from data import Windows
 from machine import can_compile, cores, device_name, pick_device, pick_dtype
 from model import GPTConfig
 
 TRAIN, EVAL = str(ROOT / "train.py"), str(ROOT / "eval.py")
-# Settings that do not change what a run computes. data_dir counts by the hashes of its shards.
+# Settings that do not change what a run computes. data_dir counts by the hashes of its shards, and
+# init_from by its path, which must name the run that it starts from.
 OF_PLACE = set(
-    "data_dir out_dir init_from log_interval save_interval keep_interval save_best wandb_log "
+    "data_dir out_dir log_interval save_interval keep_interval save_best wandb_log "
     "wandb_project device loss_chunk recompute shard log_grad_norms".split()
 )
 POINTS = 40  # most points per curve
@@ -71,10 +74,11 @@ def changed(settings):
 def key(settings):
     """Names a run by all settings that change its result, defaults included.
 
-    Settings that are None or False do not count: a new one does not rename the runs before it.
+    Settings that are None or False do not count: a new one does not rename the runs before it. Nor
+    does init_from, unless it is a path.
     """
     on = {k: v for k, v in (DEFAULTS | settings).items() if v is not None and v is not False}
-    full = {k: v for k, v in on.items() if k not in OF_PLACE}
+    full = {k: v for k, v in on.items() if k not in OF_PLACE and v != "scratch"}
     return hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -146,9 +150,10 @@ def summary(folder):
     log = folder / "log.jsonl"
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
-    if not records or "step" not in records[-1]:
+    header = next((r["run"] for r in records if "run" in r), None)
+    last = next((r for r in reversed(records) if "step" in r), None)
+    if last is None:
         return None
-    header, last = next(r["run"] for r in records if "run" in r), records[-1]
     steps = [r for r in records if r.get("tok_s")]
     diverged = last.get("bad_steps", 0) >= header["settings"]["max_bad_steps"]
     budget = header["settings"]["flops_budget"]
@@ -159,6 +164,7 @@ def summary(folder):
     times = [header["tokens_per_step"] / r["tok_s"] for r in steps[1:] or steps]
     return {
         "loss": loss if math.isfinite(loss) and not diverged else None,
+        "start": next((r["val_loss"] for r in records if r.get("step") == 0), None),
         "curve": thinned([(r["step"], r["loss"]) for r in steps if r["loss"] is not None]),
         "step_s": round(statistics.median(times), 5) if times else None,
         "steps": last["step"],
@@ -187,7 +193,9 @@ def train(settings, device, folder, look, lock=None):
     env = os.environ | {"OMP_NUM_THREADS": "1"} if device == "cpu" else None
     how = dict(cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
     how["pass_fds"] = () if lock is None else (lock.fileno(),)
-    given = settings | {"device": device, "init_from": "auto", "out_dir": str(folder)}
+    given = settings | {"device": device, "out_dir": str(folder)}
+    if checkpoint.newest(folder) or "init_from" not in settings:
+        given["init_from"] = "auto"
     argv = [f"--{k}={v}" for k, v in given.items()]
     done = subprocess.run([sys.executable, TRAIN, *argv], **how)  # a finished run ends at once
     found = None if done.returncode else summary(folder)
