@@ -44,13 +44,19 @@ STARTS = {  # name: (settings, whether it starts from the base)
 HEAD = ("start", "loss at step 0", "loss", "difference to the first", "factor on learning rates")
 
 
-def train_base():
-    """The path of the model to start from, relative to the repository. Trains it if needed."""
+def the_base():
+    """(path of the model to start from, relative to the repository; settings of its training)"""
+    if base is not None:
+        return base, checkpoint.load(ROOT / base)["settings"] | {"init_from": "scratch"}
     settings = COMMON | BASE | (TOY if rehearse else {})
-    folder = ROOT / "out" / "study" / f"base-{study.key(settings)}"
+    folder = f"out/study/base-{study.key(settings)}"
+    return f"{folder}/{checkpoint.NEWEST}", study.DEFAULTS | settings
+
+
+def train_base(path, settings):
+    folder = (ROOT / path).parent
     if study.summary(folder) is None:
-        study.train(settings, study.devices()[0], folder, ())
-    return str((folder / checkpoint.NEWEST).relative_to(ROOT))
+        study.train(study.changed(settings) | COMMON, study.devices()[0], folder, ())
 
 
 def settings_of(path, before, start, factor, seed):
@@ -63,22 +69,24 @@ def settings_of(path, before, start, factor, seed):
     return study.changed(before) | COMMON | own | rates | length | split | origin
 
 
-def lines_of(runs):
-    """{name: line} for {name: settings}"""
-    name = "rehearsal_convert" if rehearse else "convert"
-    return dict(zip(runs, study.run(name, [*runs.values()])))
+def rows(path, before, lines_of_runs):
+    """The rows of the table, or none if a run is missing. lines_of_runs: study.run or find."""
 
+    def lines_of(runs):
+        found = lines_of_runs("rehearsal_convert" if rehearse else "convert", [*runs.values()])
+        return dict(zip(runs, found))
 
-def rows(path):
-    """The rows of the table."""
-    before = checkpoint.load(ROOT / path)["settings"] | {"init_from": "scratch"}
     tried = [(start, factor) for start in STARTS for factor in FACTORS]
     tuning = lines_of({each: settings_of(path, before, *each, 0) for each in tried})
+    if None in tuning.values():
+        return
     losses = {each: line["loss"] or math.inf for each, line in tuning.items()}
     factors = {start: min(FACTORS, key=lambda f: losses[start, f]) for start in STARTS}
     numbers = range(1, seeds + 1)
     runs = [(start, factors[start], seed) for start in STARTS for seed in numbers]
     final = lines_of({each: settings_of(path, before, *each) for each in runs})
+    if None in final.values():
+        return
     for start, factor in factors.items():
         lines, control = ([final[s, factors[s], n] for n in numbers] for s in (start, [*STARTS][0]))
         found = [line["loss"] for line in lines]
@@ -91,4 +99,7 @@ def rows(path):
 
 if __name__ == "__main__":
     configure(globals(), argv=sys.argv[1:])
-    print(table(HEAD, rows(base or train_base())))
+    path, before = the_base()
+    if base is None:
+        train_base(path, before)
+    print(table(HEAD, rows(path, before, study.run)))

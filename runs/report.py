@@ -11,6 +11,7 @@ import re
 import statistics
 import textwrap
 
+import convert
 import judge
 import recipe
 import study
@@ -229,6 +230,50 @@ python train.py config/plain.py --residual=nag --n_embd=64 --max_iters=1000 --le
 
 
 # ------------------------------------------------------------------------------------------------
+# Trained models: conversion, pruning
+
+
+def conversion():
+    """The table of runs/convert.py, or nothing."""
+    rows = [*convert.rows(*convert.the_base(), find)]
+    if not rows:
+        return ""
+    text = f"A pre-norm model (8 blocks of width 64, 2,000 steps of 1,024 bytes) goes on for {convert.steps} steps as what "
+    text += f"it is, or as another mode; the new models start from nothing. {convert.seeds} seeds of the data order, "
+    text += "paired, with 95% intervals; below 0 is better. The factor was tuned for each, on another seed and other text."
+    command = "```sh\npython runs/convert.py\n```"
+    return f"## Conversion\n\n{wrap(text)}\n\n{command}\n\n{table(convert.HEAD, rows)}\n"
+
+
+def pruning():
+    """The table and the figure of runs/prune.py, or nothing."""
+    lines = read("prune")
+    if not lines:
+        return ""
+    rows = []
+    for unit, rate in sorted({(line["unit"], line["rate"]) for line in lines}, reverse=False):
+        here = [line for line in lines if (line["unit"], line["rate"]) == (unit, rate)]
+        of = lambda rule, key, here=here: statistics.mean(x[key] for x in here if x["rule"] == rule)
+        losses = [f"{of(rule, 'loss'):.3f}" for rule in ("angle", "norm", "random")]
+        rows.append((unit, f"{rate:.3f}", *losses, f"{of('angle', 'time'):.2f}"))
+    head = (
+        "unit",
+        "share skipped",
+        "loss by angle",
+        "by norm",
+        "at random",
+        "time of a forward, by angle",
+    )
+    text = "What a trained model loses, and how much faster a forward is, if units that turn the stream least are skipped "
+    text += f"(`{lines[0]['run']}`: 8 blocks of width 128 of the shape of a Llama, trained like the default model). The "
+    text += "random control is a mean over 3 seeds."
+    image = "![Loss and time against the share skipped](results/prune.png)"
+    command = f"```sh\npython train.py --activation=swiglu --smear=0 --value_embeds=False --out_dir={lines[0]['run']}\n"
+    command += f"python runs/prune.py --out_dir={lines[0]['run']}\n```"
+    return f"## Pruning without training\n\n{wrap(text)}\n\n{command}\n\n{image}\n\n{table(head, rows)}\n"
+
+
+# ------------------------------------------------------------------------------------------------
 # Speed
 
 BENCHES = (  # (file, command, what it shows)
@@ -363,7 +408,7 @@ published ones. Losses are in nats per byte on validation text.
 """
 
 
-PARTS = (the_recipe, modes, rivals, earlier, speed)
+PARTS = (the_recipe, modes, rivals, earlier, conversion, pruning, speed)
 
 
 def markdown():
