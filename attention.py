@@ -5,10 +5,10 @@ several query heads share one key and value head (Ainslie et al. 2023, arXiv 230
     position t rotates the pair (x_i, x_{i+D/2}) of q and k by the angle t rope_base^(-2i/D)    (1)
     y = softmax(q k^T / sqrt(D)) v, over the keys that the mask allows                          (2)
     v = W_V h + gate E'[token] in every second block, as value_embeds asks                      (3)
-    rope_scaling slows the angles of (1), for contexts longer than those of the training:
+    rope_scaling slows the angles of (1), for contexts longer than in training:
     (c,)              every angle is divided by c                                               (4)
-    (c, lo, hi, L)    as in Llama 3: an angle that turns fewer than lo times in L positions is
-                      divided by c, one that turns more than hi times is not, between them      (5)
+    (c, lo, hi, L)    as in Llama 3: in L positions, an angle of less than lo turns is divided
+                      by c, one of more than hi turns is kept, and others are interpolated      (5)
 
 Mixture of Depths computes some of the queries only (mod.py). Decoding reads keys and values from a
 cache (generate.py). Fine-tuning packs several documents into a row and masks between them.

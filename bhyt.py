@@ -14,8 +14,8 @@ x is the stream, v the mean of x^2 over the d = n_embd features, T the context l
     prenorm_approx  RMSNorm in place of (2), and v' = v + c mean(gamma^2) in place of (3)       (5)
 
     convert    a trained pre-norm model, whose RMSNorms have gains g, becomes one of these modes:
-               gamma = g kappa / lam, so that (2) is g x / sqrt(v + eps) up to third order in
-               lam x / (kappa sqrt(v + eps)). prenorm_approx takes g as it is                   (7)
+               gamma = g kappa / lam, so that (2) is g x / sqrt(v + eps) with an error of
+               third order in lam x / (kappa sqrt(v + eps)). prenorm_approx keeps g             (7)
 
 Differs from the paper and its release:
 - A lam that is not learned is frozen; the release still trains it. As there, (3) detaches lam.

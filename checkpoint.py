@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-from data import atomic, write_json
+from data import atomic, file_sha256, write_json
 from model import GPTConfig
 from norms import shard_like
 
@@ -70,9 +70,11 @@ def newest(out_dir):
 def copy_tokenizer(folder, to):
     """Copy the tokenizer of an imported model, if there is one. It lies beside the checkpoint."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        path = os.path.join(folder, name)
-        if os.path.exists(path) and os.path.abspath(folder) != os.path.abspath(to):
-            shutil.copyfile(path, os.path.join(to, name))
+        path, new = os.path.join(folder, name), os.path.join(to, name)
+        if os.path.exists(path) and not os.path.exists(new):
+            shutil.copyfile(path, new)
+        elif os.path.exists(path) and file_sha256(path) != file_sha256(new):
+            raise SystemExit(f"{new} belongs to another model: choose another folder")
 
 
 def step_of(folder):
@@ -81,6 +83,7 @@ def step_of(folder):
 
 def locate(path):
     """The checkpoint at path. A run's folder means its newest checkpoint."""
+    path = os.path.normpath(path)
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, "state.pt")):
         path = newest(path) or os.path.join(path, NEWEST)
     if not os.path.exists(path):

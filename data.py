@@ -99,10 +99,10 @@ def byte_characters():
 
 
 class JsonTokenizer:
-    """A tokenizer.json of Hugging Face, with the part of tiktoken's Encoding that is used here.
+    """A tokenizer.json of Hugging Face, with the methods of tiktoken's Encoding that are used here.
 
     Text that spells a special token becomes ordinary tokens. start: the ids that begin a text.
-    bos: the begin-of-text token, or None. A tokenizer may have one that begins no text.
+    bos: the begin-of-text token, or None. Some tokenizers have one but do not put it before a text.
     """
 
     def __init__(self, path, eot=None, start=None, bos=None):
@@ -115,11 +115,11 @@ class JsonTokenizer:
         try:
             self.inner = Tokenizer.from_file(path)
         except Exception as error:  # the package raises nothing more specific
-            raise SystemExit(f"{path} is no tokenizer.json: {error}") from None
+            raise SystemExit(f"{path} is not a valid tokenizer.json: {error}") from None
         self.inner.encode_special_tokens = True
         self.inner.no_truncation()
         self.inner.no_padding()
-        self.sha256 = file_sha256(path)
+        self.path, self.sha256 = path, file_sha256(path)
         self.added = self.inner.get_added_tokens_decoder()
         self.n_vocab = 1 + max(self.inner.get_vocab(with_added_tokens=True).values())
         self.eot_token, self.bos_token = self.special_tokens(path) if eot is None else (eot, bos)
@@ -135,23 +135,33 @@ class JsonTokenizer:
         for name, key in (("tokenizer_config.json", "{}_token"), ("config.json", "{}_token_id")):
             beside = os.path.join(os.path.dirname(path), name)
             given = json.load(open(beside)) if os.path.exists(beside) else {}
-            for kind in found:
+            for kind in found if given else ():
                 value = given.get(key.format(kind))
                 value = value["content"] if isinstance(value, dict) else value
                 value = value[0] if isinstance(value, list) else value
                 value = self.inner.token_to_id(value) if isinstance(value, str) else value
                 found[kind] = value if found[kind] is None else found[kind]
+            if given and found["eos"] is not None:
+                break  # else a bos that tokenizer_config.json does not have would be taken
         if found["eos"] is None:
-            raise SystemExit(f"{path}: no tokenizer_config.json with eos_token beside it")
+            raise SystemExit(f"{path}: its folder needs tokenizer_config.json with eos_token")
         return found["eos"], found["bos"]
 
     def own_start(self):
-        """The ids that the tokenizer itself puts before a text, such as begin-of-text."""
+        """The ids that the tokenizer itself puts before a text, such as begin-of-text.
+
+        As in transformers, add_bos_token in tokenizer_config.json goes before tokenizer.json.
+        """
+        beside = os.path.join(os.path.dirname(self.path), "tokenizer_config.json")
+        asked = json.load(open(beside)).get("add_bos_token") if os.path.exists(beside) else None
+        if asked is not None and self.bos_token is not None:
+            return [self.bos_token] if asked else []
         made = self.inner.encode("a")
         pairs = takewhile(lambda pair: pair[1], zip(made.ids, made.special_tokens_mask))
         return [i for i, _ in pairs]
 
     def encode_ordinary(self, text):
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return self.inner.encode(text, add_special_tokens=False).ids
 
     def encode_to_numpy(self, text, disallowed_special=()):
@@ -206,7 +216,10 @@ def meta_tokenizer(folder, meta):
     name = meta["tokenizer"]
     if name.endswith(".json"):
         path = os.path.join(folder, name)
-        return JsonTokenizer(path, meta["eot"], meta.get("start"), meta.get("bos"))
+        encoding = JsonTokenizer(path, meta["eot"], meta.get("start"), meta.get("bos"))
+        if fingerprint(encoding).hex() != meta["tokenizer_sha256"]:
+            raise SystemExit(f"{path} is not the tokenizer that this model or data was made with")
+        return encoding
     return get_tokenizer(os.path.join(folder, name) if name.endswith(".tiktoken") else name)
 
 

@@ -79,8 +79,8 @@ class TextWindows:
     """Texts as rows (2, T) of inputs and targets.
 
     End-of-text precedes the first text and follows each text. The last row is padded with targets
-    of -1, which the loss ignores. tokens limits the number of targets. An imported model's texts
-    begin as its tokenizer says. These ids are no targets.
+    of -1, which the loss ignores. tokens limits their number. An imported model's texts
+    begin as its tokenizer says. These ids are not targets.
     """
 
     def __init__(self, texts, encoding, T, tokens=None):
@@ -414,12 +414,7 @@ def answers(parts, model, windows, encoding):
         show_loss(report)
         yield "loss", report
     places = spread(rows, depth_tokens, val_part if text is None else "all") if reads else []
-    if text is not None:
-        places = [i for i in places if i < len(rows.x) // rows.T]  # without the padded last row
-    batches = []
-    for x, y in eval_batches(rows, places, batch_size, device):
-        real = (y >= 0).any(1)  # False for the padding rows of the last batch
-        batches.append((x[real], y[real]))
+    batches = whole_rows(rows, places)
     if "depth" in parts:
         report = depth.depth(model, batches)
         report["dropped"] = depth.dropped(model, batches)
@@ -444,6 +439,14 @@ def answers(parts, model, windows, encoding):
         yield "sample", sample(model, encoding, device)
 
 
+def whole_rows(rows, places):
+    """Batches (inputs, targets) without padding: no last row of a text, no repeated windows."""
+    if isinstance(rows, TextWindows):
+        places = [i for i in places if i < len(rows.x) // rows.T]
+    pairs = eval_batches(rows, places, batch_size, device)
+    return [(x[real], y[real]) for x, y in pairs for real in [(y >= 0).any(1)]]
+
+
 def dial(model, directory, encoding):
     """Skip a share mod_rate of the tokens, or of the units in a model without routers.
 
@@ -459,7 +462,7 @@ def dial(model, directory, encoding):
         windows = TextWindows(read_texts(text, text_column, text_split), encoding, T, 32768)
     else:
         raise SystemExit(f"mod_rate={mod_rate} needs text: give --text or --data_dir")
-    batches = [x for x, _ in eval_batches(windows, spread(windows, 32768), batch_size, device)]
+    batches = [x for x, _ in whole_rows(windows, spread(windows, 32768))]
     if mod.routers(model):
         mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
         return {}
@@ -517,9 +520,13 @@ def open_data(state, model):
             raise SystemExit("this model was imported without a tokenizer.json: give --data_dir")
         return None, meta_tokenizer(os.path.dirname(state["path"]), meta)
     windows = Windows(directory, "val", context or model.config.block_size)
-    if windows.meta["tokenizer_sha256"] != meta["tokenizer_sha256"]:
+    if meta["tokenizer_sha256"] not in (None, windows.meta["tokenizer_sha256"]):
         raise SystemExit("the data's tokenizer is not the one that the checkpoint was trained with")
-    return windows, meta_tokenizer(directory, windows.meta)
+    if windows.meta["vocab_size"] > model.config.vocab_size:
+        raise SystemExit(f"{directory} has more token ids than the model")
+    imported = meta.get("start") is not None  # its texts begin as its own tokenizer says
+    folder = os.path.dirname(state["path"]) if imported else directory
+    return windows, meta_tokenizer(folder, meta if imported else windows.meta)
 
 
 def main():
@@ -536,7 +543,7 @@ def main():
     parts = choose_parts(model, settings, windows is not None or text is not None)
     refuse_unused(model, given)
     if context is not None and context > model.config.block_size:
-        raise SystemExit(f"context={context}: the model has block_size={model.config.block_size}")
+        raise SystemExit(f"context={context}: must be at most block_size={model.config.block_size}")
     directory = data_dir or state["settings"]["data_dir"]
     dialled = {} if mod_rate is None else dial(model, directory, encoding)
 

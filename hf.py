@@ -12,10 +12,10 @@ These are model.py's GPT with the settings below, an MLP with swiglu, and RMSNor
     qwen3             prenorm, with qk_norm in each head
     olmo2             outnorm, with qk_norm over all heads together
 
-Every key of config.json is used, or known to change no number, or refused. Only .safetensors files
-are read: a .bin file is a pickle, which can run code. A checkpoint keeps the dtype of its file.
-tokenizer.json is copied beside it; it says how a text begins. Chat templates are not interpreted.
-Export also takes lns, whose factor 1/sqrt(b + 1) it folds into the gain of the norm.
+Keys of config.json are used or change no number; any other key that is set is refused. Only
+.safetensors files are read: a .bin file is a pickle, which can run code. A checkpoint keeps the
+dtype of its file. tokenizer.json is copied beside it; it says how a text begins. Chat templates are
+not interpreted. Export also takes lns: it folds the factor 1/sqrt(b + 1) into the gain of the norm.
 
 This needs the package safetensors, and tokenizers to read or write a tokenizer.json.
 """
@@ -34,6 +34,9 @@ import checkpoint
 from attention import head_width
 from configurator import configure
 from data import (
+    EOT,
+    JsonTokenizer,
+    atomic,
     byte_characters,
     fingerprint,
     get_tokenizer,
@@ -106,7 +109,17 @@ class Keys(dict):
 
 def to_settings(keys, context=None):
     """config.json -> GPTConfig. context: a shorter block_size than the model's."""
-    keys = Keys(keys)
+    try:
+        config = GPTConfig(**read_keys(Keys(keys), context))
+        with torch.device("meta"):
+            GPT(config)
+    except (ValueError, TypeError, AttributeError) as error:
+        fail(f"config.json: {error}")
+    return config
+
+
+def read_keys(keys, context):
+    """The settings of GPTConfig that config.json asks for."""
     family = keys.take("model_type")
     if family not in FAMILIES:
         fail(f"model_type={family!r}: choose one of {', '.join(FAMILIES)}")
@@ -130,21 +143,17 @@ def to_settings(keys, context=None):
     if activation != "silu":
         fail(f"hidden_act={activation!r}: only silu can be imported")
     for key, value in keys.items():
-        if key not in NO_CHANGE and value not in (None, False, 0, "", [], {}):
+        private = key in NO_CHANGE or key.startswith(("_", "unsloth_"))
+        if not private and value not in (None, False, 0, "", [], {}):
             fail(f"config.json has {key}={value!r}, which model.py does not have")
-    try:
-        config = GPTConfig(**found)
-        with torch.device("meta"):
-            GPT(config)
-    except (ValueError, TypeError) as error:
-        fail(f"config.json: {error}")
-    return config
+    return found
 
 
 def context_length(keys, family, context):
     longest = keys.take("max_position_embeddings")
-    window, layers = keys.maybe("sliding_window"), keys.maybe("layer_types", [])
-    slides = keys.maybe("use_sliding_window", family == "mistral")
+    window = keys.pop("sliding_window", 4096)  # the default of mistral, qwen2 and qwen3
+    layers = keys.maybe("layer_types", [])
+    slides = keys.maybe("use_sliding_window", False) or family == "mistral"
     slides = slides or "sliding_attention" in layers
     context = context or longest
     if context > longest:
@@ -170,7 +179,7 @@ def biases(keys, family):
 
 
 def rope(keys):
-    """Both the keys of transformers 4, rope_theta and rope_scaling, and rope_parameters of 5."""
+    """Reads rope_theta and rope_scaling (transformers 4), or rope_parameters (transformers 5)."""
     given = {"rope_theta": keys.maybe("rope_theta", 10000.0)}
     given = Keys(given | keys.maybe("rope_scaling", {}) | keys.maybe("rope_parameters", {}))
     old_name = given.maybe("type", "default")
@@ -187,11 +196,10 @@ def rope(keys):
             fail("rope_scaling of llama3 needs original_max_position_embeddings")
     else:
         fail(f"rope_type={kind!r}: choose one of default, linear, llama3")
-    left = {k: v for k, v in given.items() if (k, v) != ("partial_rotary_factor", 1.0)}
-    if kind != "default" and left:
+    without_effect = (("partial_rotary_factor", 1.0), ("factor", 1.0))
+    left = {k: v for k, v in given.items() if (k, v) not in without_effect}
+    if left:
         fail(f"rope_scaling has {next(iter(left))}, which rope_type={kind!r} does not use")
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        fail("partial_rotary_factor: only 1.0 can be imported")
     return {"rope_base": base, "rope_scaling": scaling}
 
 
@@ -247,9 +255,9 @@ def list_files(folder):
 
 
 def check_tensors(folder, wanted):
-    """{path: [(name here, name in the file)]}. Fails unless each tensor is there as it should be.
+    """{path: [(name here, name in the file)]}, from the headers of the files.
 
-    wanted: what file_names returns. Reads only the headers of the files.
+    Fails if a tensor is missing or unknown, or has another shape. wanted: what file_names returns.
     """
     by_name = {other: (name, shape) for name, (other, shape) in wanted.items()}
     paths, index = list_files(folder)
@@ -258,8 +266,11 @@ def check_tensors(folder, wanted):
         with opened(path) as file:
             for other in file.keys():
                 if other not in by_name:
-                    if other.endswith(".rotary_emb.inv_freq") or other == "lm_head.weight":
-                        continue  # made from the settings, and the copy of a tied embedding
+                    if other == "lm_head.weight":  # of a tied model: import_model compares it
+                        plan.setdefault(path, []).append(("head.weight", other))
+                        continue
+                    if other.endswith(".rotary_emb.inv_freq"):  # made from the settings
+                        continue
                     fail(f"{path} has a tensor {other}, which config.json does not ask for")
                 name, shape = by_name[other]
                 part = file.get_slice(other)
@@ -281,14 +292,14 @@ def check_tensors(folder, wanted):
 
 
 class opened:
-    """safe_open, which maps a file into memory, with errors as one line."""
+    """safe_open, which maps a file into memory, with one-line errors."""
 
     def __init__(self, path):
         library = safetensors()
         try:
             self.file = library.safe_open(path, "pt")
         except (library.SafetensorError, OSError) as error:
-            fail(f"{path} is no complete .safetensors file: {error}")
+            fail(f"{path} is not a complete .safetensors file: {error}")
 
     def __enter__(self):
         return self.file.__enter__()
@@ -326,18 +337,19 @@ def folder_of(source):
     if os.path.isdir(source):
         return source
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
-        fail(f"{source}: no such folder, and no name on the hub such as Qwen/Qwen3-0.6B")
+        fail(f"{source}: not a folder, and not a name on the hub like Qwen/Qwen3-0.6B")
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(source, allow_patterns=["*.json", "*.safetensors"])
+        wanted, others = ["*.json", "*.safetensors"], ["consolidated*", "*/*"]
+        return snapshot_download(source, allow_patterns=wanted, ignore_patterns=others)
     except Exception as error:  # the hub's errors have no common class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"{source} cannot be downloaded: {reason}; HF_TOKEN may help for a private model")
 
 
 def tokenizer_meta(folder, config, keys):
-    """What data.meta_tokenizer needs. None: the folder has no tokenizer.json."""
+    """What data.meta_tokenizer needs. "tokenizer" is None if the folder has no tokenizer.json."""
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(path):
         return {"tokenizer": None, "tokenizer_sha256": None, "vocab_size": config.vocab_size}
@@ -360,6 +372,8 @@ def import_model(source, to, context=None):
     if checkpoint.newest(to):
         fail(f"{to} already holds a checkpoint: give another --out_dir")
     folder = folder_of(source)
+    if os.path.realpath(folder) == os.path.realpath(to):
+        fail(f"{to} is the model's own folder: give another --out_dir")
     keys = read_json(os.path.join(folder, "config.json"))
     config = to_settings(keys, context)
     wanted = file_names(config)
@@ -367,6 +381,9 @@ def import_model(source, to, context=None):
     meta = tokenizer_meta(folder, config, keys)
     tensors = read_tensors(plan)
     if config.tied:
+        head = tensors.get("head.weight", tensors["embed.weight"])
+        if not torch.equal(head, tensors["embed.weight"]):
+            fail("lm_head.weight is not the embedding, but config.json has tie_word_embeddings")
         tensors["head.weight"] = tensors["embed.weight"]
     settings = {"data_dir": None, "loss_chunk": 2048}
     state = {"config": asdict(config), "settings": settings, "meta": meta, "step": 0}
@@ -398,11 +415,11 @@ def family_of(c):
     if c.residual not in ("prenorm", "lns", "outnorm"):
         fail(f"transformers has no class for residual={c.residual!r}: only prenorm, lns, outnorm")
     if c.n_embd % c.n_head:
-        fail(f"transformers refuses n_embd={c.n_embd} with n_head={c.n_head}: it does not divide")
+        fail(f"transformers refuses n_embd={c.n_embd} with n_head={c.n_head}: give a multiple")
     behind = c.residual == "outnorm"
     if behind != c.qk_norm_joint or (c.qk_norm and c.bias) or (c.qk_norm and attention == "qkv"):
-        fail("transformers has qk_norm without biases on the MLP, and with outnorm only "
-             "qk_norm_joint=True")  # fmt: skip
+        fail("transformers needs qk_norm_joint=True for outnorm, and False for prenorm and lns; "
+             "qk_norm=True needs bias=False, and attn_bias none or all")  # fmt: skip
     if c.qk_norm:
         return ("olmo2" if behind else "qwen3"), {"attention_bias": attention == "all"}
     if attention == "qkv":
@@ -434,6 +451,7 @@ def to_keys(config, hidden, meta, dtype):
         "tie_word_embeddings": config.tied,
         "hidden_act": "silu",
         "bos_token_id": meta.get("bos"),
+        "pad_token_id": None,
         "eos_token_id": meta.get("eot"),
         "dtype": str(dtype).removeprefix("torch."),
         **own,
@@ -462,15 +480,17 @@ def export_model(path, folder):
         tensors[other] = tensor.contiguous()
     keys = to_keys(config, hidden, state["meta"], next(iter(tensors.values())).dtype)
     encoding = tokenizer_of(state)
+    tokenizer = None if encoding is None else as_tokenizer_json(encoding)
     os.makedirs(folder, exist_ok=True)
     file = os.path.join(folder, "model.safetensors")
     library.torch.save_file(tensors, file + ".tmp", metadata={"format": "pt"})
     os.replace(file + ".tmp", file)
     if encoding is not None:
-        as_tokenizer_json(encoding).save(os.path.join(folder, "tokenizer.json"))
+        with atomic(os.path.join(folder, "tokenizer.json")) as file:
+            file.write(tokenizer)
         write_json(os.path.join(folder, "tokenizer_config.json"), special_tokens(encoding))
     write_json(os.path.join(folder, "config.json"), keys)  # last: it marks a complete export
-    print(f"{folder}: a {keys['model_type']} of {len(tensors)} tensors")
+    print(f"{folder}: a {keys['model_type']} model with {len(tensors)} tensors")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -482,9 +502,8 @@ def tokenizer_of(state):
     meta, data_dir = state["meta"], state["settings"].get("data_dir")
     if not meta.get("tokenizer"):
         return None
-    beside = os.path.join(os.path.dirname(state["path"]), "tokenizer.json")
-    folder = os.path.dirname(beside) if os.path.exists(beside) else data_dir
-    return meta_tokenizer(folder, meta)
+    imported = meta.get("start") is not None
+    return meta_tokenizer(os.path.dirname(state["path"]) if imported else data_dir, meta)
 
 
 def special_tokens(encoding):
@@ -497,11 +516,13 @@ def special_tokens(encoding):
 
 
 def as_tokenizer_json(encoding):
-    """A Tokenizer of the package tokenizers that makes the same ids as a tiktoken Encoding."""
-    if hasattr(encoding, "inner"):
-        return encoding.inner
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-
+    """The bytes of a tokenizer.json that makes the same ids. Texts begin with end-of-text."""
+    if isinstance(encoding, JsonTokenizer):
+        return open(encoding.path, "rb").read()
+    try:
+        import tokenizers as library
+    except ImportError:
+        fail("to write a tokenizer.json: pip install tokenizers")
     ranks, characters = encoding._mergeable_ranks, byte_characters()
     written = {token: "".join(characters[byte] for byte in token) for token in ranks}
     merges = [
@@ -510,16 +531,18 @@ def as_tokenizer_json(encoding):
         if len(token) > 1
     ]
     vocab = {written[token]: rank for token, rank in ranks.items()}
-    made = Tokenizer(models.BPE(vocab, merges))
-    split = pre_tokenizers.Split(Regex(encoding._pat_str), "isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    made.decoder = decoders.ByteLevel()
+    made = library.Tokenizer(library.models.BPE(vocab, merges))
+    split = library.pre_tokenizers.Split(library.Regex(encoding._pat_str), "isolated")
+    to_bytes = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = library.pre_tokenizers.Sequence([split, to_bytes])
+    made.decoder = library.decoders.ByteLevel()
     special = sorted(encoding._special_tokens.items(), key=lambda pair: pair[1])
-    made.add_special_tokens([AddedToken(token, special=True) for token, _ in special])
+    made.add_special_tokens([library.AddedToken(token, special=True) for token, _ in special])
     if any(made.token_to_id(token) != i for token, i in special):
         fail(f"the special tokens of {encoding.name} do not follow its other tokens")
-    return made
+    begin = dict(single=f"{EOT} $A", special_tokens=[(EOT, encoding.eot_token)])
+    made.post_processor = library.processors.TemplateProcessing(**begin)
+    return made.to_str().encode()
 
 
 def parts_of(token, ranks):

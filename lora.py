@@ -1,6 +1,6 @@
 """
-Fine-tuning with low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685), on conversations, and
-into another residual mode.
+Fine-tuning: low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685), conversations, and
+conversion to another residual mode.
 
     y = W x + b + (alpha / rank) B A dropout(x)                                                 (1)
         W and b are frozen; A (rank, in) starts random, B (out, rank) at zero

@@ -3,7 +3,7 @@ A GPT with interchangeable residual modes. The rest is standard: rotary position
 attention, an MLP. A residual mode changes two lines of Block.sublayer: the one that reads the
 stream and the one that writes to it.
 
-Sizes in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, D = C / H, V vocab_size.
+Sizes in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, D head width, V vocab_size.
 """
 
 import math

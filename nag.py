@@ -23,8 +23,8 @@ A trained pre-norm model, x <- x + F_l(g x / rms(x)), is converted on the tokens
     convert    W <- W diag(g) for all weights that read the stream, and for the head            (8)
                alpha_l = mean(rms(f) / rms(x - mean(x))) / mean(m), f after (2) and (3) with
                x - mean(x) in place of r                                                        (9)
-               g_dec such that the std of the logits stays what it was; both are weighted by
-               the probabilities that pre-norm gives, because rare tokens hardly matter        (10)
+               g_dec keeps the std of the logits; pre-norm's probabilities are the weights
+               of the tokens in both stds                                                      (10)
 
 Differs from the paper:
 - (6) divides by the measured rms of r + a u, so that r cannot drift in low precision.
@@ -242,7 +242,7 @@ class NAG(nn.Module):
     ends = NAGEnds
     init_out = "plain"  # Eq. 4 removes any scale of the output
     convert = staticmethod(convert)
-    # Eqs. 9 and 10 replace the first two. NAG has no norm with an epsilon
+    # a conversion does not use these: Eqs. 9 and 10 replace two, and NAG has no norm
     converted = {"nag_alpha_power": 0.5, "nag_first_logits": 0.75, "norm_eps": 1e-6}
 
     def __init__(self, config, layer):

@@ -1,6 +1,6 @@
 """
-Skip whole sublayers or blocks of a trained model, without training: those that turn the stream
-least (Gromov et al. 2024, arXiv 2403.17887).
+Skip whole sublayers or blocks of a trained model, without training: those with the
+lowest scores (Gromov et al. 2024, arXiv 2403.17887).
 
 A unit is a sublayer or a block. x is the stream before it and y the stream after it, see depth.py.
 The units with the lowest scores are skipped. A score is one of
@@ -12,8 +12,8 @@ The units with the lowest scores are skipped. A score is one of
 (1) and (2) are averaged over the tokens of some batches. All scores come from the whole model, so
 they do not depend on what else is skipped.
 
-A skipped unit passes the stream on as it is. It computes nothing, and also no norm, keys or values.
-Only its value embeddings (value_embeds) are still looked up. Two modes need a note:
+A skipped unit returns the stream unchanged and computes nothing, except that its value embeddings
+are still looked up. Two modes need a note:
 
     x0mix           The mixing before a block is skipped with the attention of the block. So is the
                     storing of x_m, in one block. The head then uses the last stream as x_m.
@@ -90,7 +90,7 @@ def restore(model):
 def prune(model, batches, rate, unit="sublayer", rule="angle", seed=0):
     """Skip a share `rate` of the units, and no others. Returns the indices of these units.
 
-    restore(model) undoes it. Call compile_blocks later: it counts the kinds of blocks.
+    restore(model) undoes it. Call compile_blocks after this: it counts the kinds of blocks.
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"rate={rate}: give a share, 0 to 1")

@@ -76,7 +76,10 @@ def test_config_json_becomes_settings(keys, expected):
     (dict(model_type="mistral", num_key_value_heads=4, sliding_window=32), "--block_size=32"),
     (dict(model_type="qwen2", num_key_value_heads=4, sliding_window=8,
           layer_types=["sliding_attention"]), "sliding_window=8"),
+    (dict(model_type="mistral", num_key_value_heads=4, max_position_embeddings=8192), "4096"),
     (dict(layer_types=["linear_attention"]), "layer_types has linear_attention"),
+    (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))), "has full_attention"),
+    (dict(rope_theta="x"), "config.json: "), (dict(rope_parameters=dict(factor=4.0)), "has factor"),
     (dict(model_type="qwen2"), "config.json has no num_key_value_heads"),
     (dict(hidden_act="gelu"), "hidden_act='gelu'"),
     (dict(attention_dropout=0.1), "attention_dropout=0.1"),
@@ -93,7 +96,7 @@ def test_config_json_is_refused_by_the_name_of_the_key(keys, message):
     (dict(residual="nag"), "no class for residual='nag'"), (dict(activation="relu"), "activation"),
     (dict(residual="bhyt"), "residual='bhyt'"), (dict(smear=2), "smear=2"),
     (dict(moe_experts=4), "moe_experts=4"), (dict(qk_norm=True, bias=True), "qk_norm"),
-    (dict(residual="outnorm"), "outnorm only"), (dict(norm="layer"), "norm='layer'"),
+    (dict(residual="outnorm"), "for outnorm"), (dict(norm="layer"), "norm='layer'"),
     (dict(logit_cap=5.0), "logit_cap=5.0"), (dict(attn_bias="qkv", bias=True), "attn_bias='qkv'"),
 ])  # fmt: skip
 def test_models_that_transformers_lacks_are_refused(changes, message):
@@ -263,8 +266,8 @@ def damage(folder, how):
 
 @pytest.mark.slow
 @cases("how, message", [
-    ("truncated", "is no complete .safetensors file"), ("missing shard", "which is missing"),
-    ("2^60 bytes", "is no complete .safetensors file"), ("wrong shape", "config.json asks for"),
+    ("truncated", "is not a complete .safetensors file"), ("missing shard", "which is missing"),
+    ("2^60 bytes", "is not a complete .safetensors file"), ("wrong shape", "config.json asks for"),
     ("missing tensor", "which config.json does not ask for"), ("pickles", "can run code"),
     ("no json", "config.json: Expecting"), ("../x.safetensors", "is not a file in its folder"),
     ("/etc/passwd", "is not a file in its folder"), ("other.safetensors", "which is missing"),
@@ -277,8 +280,27 @@ def test_broken_files_are_refused_and_nothing_is_written(how, message, tmp_path)
 
 
 @pytest.mark.slow
+def test_the_head_of_a_tied_model_is_its_embedding(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    theirs("smollm", tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    tensors = load_file(file)
+    for change, fits in ((0.0, True), (1.0, False)):
+        head = tensors["model.embed_tokens.weight"] + change
+        save_file(tensors | {"lm_head.weight": head}, file)
+        to = tmp_path / str(fits)
+        if fits:
+            imported(tmp_path / "in", to)
+        else:
+            refuses("is not the embedding", hf.import_model, str(tmp_path / "in"), str(to))
+            assert not to.exists()
+
+
+@pytest.mark.slow
 def test_import_says_what_is_missing(tmp_path, monkeypatch):
-    refuses("no such folder", hf.import_model, str(tmp_path / "nowhere"), str(tmp_path / "out"))
+    refuses("not a folder", hf.import_model, str(tmp_path / "nowhere"), str(tmp_path / "out"))
+    refuses("own folder", hf.import_model, str(tmp_path), str(tmp_path))
     monkeypatch.setitem(sys.modules, "safetensors", None)
     refuses("pip install safetensors", hf.import_model, str(tmp_path), str(tmp_path / "out"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -334,7 +356,9 @@ def test_a_tokenizer_json_makes_the_same_ids_and_counts_bytes_exactly(tmp_path):
     make_tokenizer(tmp_path, begins=False)
     assert data_file.get_tokenizer(str(tmp_path / "tokenizer.json")).own_start() == []
     (tmp_path / "tokenizer_config.json").unlink()
-    refuses("no tokenizer_config.json", data_file.get_tokenizer, str(tmp_path / "tokenizer.json"))
+    refuses(
+        "needs tokenizer_config.json", data_file.get_tokenizer, str(tmp_path / "tokenizer.json")
+    )
 
 
 @pytest.mark.slow
@@ -347,8 +371,10 @@ def test_a_tiktoken_encoding_becomes_a_tokenizer_json(tmp_path):
     special = {data_file.EOT: len(ranks)}
     options = dict(pat_str=data_file.GPT2_SPLIT, mergeable_ranks=ranks, special_tokens=special)
     encoding = tiktoken.Encoding("x", **options)
-    made = hf.as_tokenizer_json(encoding)
-    assert made.encode(TEXT).ids == encoding.encode_ordinary(TEXT)
+    from tokenizers import Tokenizer
+
+    made = Tokenizer.from_str(hf.as_tokenizer_json(encoding).decode())
+    assert made.encode(TEXT).ids == [len(ranks), *encoding.encode_ordinary(TEXT)]
     assert made.token_to_id(data_file.EOT) == len(ranks) and made.decode([259, 256]) == " made"
 
 
@@ -367,12 +393,13 @@ def test_what_a_user_does_with_an_imported_model(model_folder, tmp_path):
     report = evaluated(out, "loss", text=book, mod_rate=0.34, prune_unit="block", **how)
     assert len(report["prune"]["skipped"]) == 1
     refuses("imported without shards", script, "train.py", init_from=out, out_dir=tmp_path / "x")
+    refuses("has no optimizer state", script, "train.py", init_from="resume", out_dir=out)
 
     sft, merged = tmp_path / "sft", tmp_path / "merged" / "ckpt.pt"
     short = dict(batch_size=2, block_size=64, gradient_accumulation_steps=1, compile=False)
     fine = dict(init_from=out, out_dir=sft, sft_data=chats, max_iters=4, eval_interval=2) | short
     script("train.py", os.path.join(HERE, "config", "sft_lima.py"), **fine)
-    resume(sft, max_iters=6)
+    assert resume(sft, max_iters=6)["loss_chunk"] == 2048  # from the import
     merged.parent.mkdir()
     script("lora.py", sft / "ckpt.pt", merged)
     script("hf.py", "export", merged, tmp_path / "back")
@@ -383,9 +410,13 @@ def test_what_a_user_does_with_an_imported_model(model_folder, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert tokenizer("def main")["input_ids"] == [0, *encoding.encode_ordinary("def main")]
 
+    make_tokenizer(merged.parent, begins=False)
+    refuses("is not the tokenizer", evaluated, merged.parent, "sample")
+    refuses("another model", script, "lora.py", sft / "ckpt.pt", merged.parent / "other.pt")
+
 
 @pytest.mark.slow
-def test_shards_of_an_imported_tokenizer_continue_the_training(model_folder, tmp_path):
+def test_shards_of_an_imported_tokenizer_continue_the_training(model_folder, tmp_path, monkeypatch):
     out, book, shards = tmp_path / "qwen", tmp_path / "book.txt", tmp_path / "shards"
     book.write_text(TEXT * 4)
     hf.import_model(str(model_folder), str(out))
@@ -395,6 +426,10 @@ def test_shards_of_an_imported_tokenizer_continue_the_training(model_folder, tmp
     script("train.py", init_from=out, out_dir=tmp_path / "more", data_dir=shards, **short)
     report = evaluated(tmp_path / "more", "loss,sample", prompt="def", max_new_tokens=5)
     assert report["loss"]["bytes"] > 0.9 * len(TEXT.encode()) * 4
+    for folder in (out, tmp_path / "more"):  # with shards too, texts begin as the tokenizer says
+        monkeypatch.setattr(ask, "data_dir", str(shards))
+        windows, encoding = ask.open_data(*lora.load_model(str(folder)))
+        assert encoding.start == [0] and encoding.imported and len(windows) > 1
 
 
 @pytest.mark.slow

@@ -85,14 +85,14 @@ lora_rank = 0  # rank of adapters that train in place of the weights; 0: none
 lora_alpha = 16.0  # lora: an adapter's output is multiplied by lora_alpha / lora_rank
 lora_dropout = 0.0  # lora: on the adapters' input
 lora_targets = "wq,wk,wv,wo"  # lora: linears that get an adapter; also up, gate, down
-convert = False  # turn the pre-norm model of init_from into one with another residual
+convert = False  # convert the pre-norm model of init_from to the mode given by residual
 # evaluation, logging and saving
 eval_interval = 300  # steps between evaluations; 0: never
 eval_tokens: int | None = 98304  # validation tokens, spread over the split; None: all of it
 val_part = "all"  # of the validation split: all, or one half of its windows: tune or report
 log_interval = 1  # steps between log lines
 log_grad_norms = False  # also log the gradient norm of every parameter, before clipping
-save_interval: int | None = None  # steps between saves; 0: only at the end; None: see saves_by_time
+save_interval: int | None = None  # steps between saves; 0: start and end; None: saves_by_time
 keep_interval = 0  # steps between checkpoints that are kept, from step 0 on; 0: none
 save_best = False  # also keep the checkpoint with the lowest validation loss
 wandb_log = False  # send the records to wandb as well
@@ -165,7 +165,8 @@ def inherit(saved, going_on):
         if given.keys() & BATCH:  # each of the two replaces the other
             kept |= dict.fromkeys(BATCH)
     else:
-        kept = settings | {k: old[k] for k in MODEL_SETTINGS | {"data_dir"}}
+        inherited = MODEL_SETTINGS | {"data_dir", "loss_chunk"}
+        kept = settings | {k: old[k] for k in inherited}
         fixed = MODEL_SETTINGS - {"dropout", "block_size"}
         predicts = hasattr(RESIDUALS[old["residual"]], "refresh")
         if predicts and given.get("block_size", old["block_size"]) != old["block_size"]:
@@ -229,6 +230,8 @@ if source is None and init_from not in ("scratch", "auto"):
 saved = None if source is None else checkpoint.load(source)
 if convert and (saved is None or (going_on and not saved["settings"].get("convert"))):
     fail("convert=True starts a new run from a trained model: give its checkpoint as init_from")
+if going_on and "tokens_per_step" not in saved:
+    fail(f"{saved['path']} has no optimizer state: give it as init_from, with another out_dir")
 converting = convert and not going_on
 if saved is not None:
     try:
@@ -275,9 +278,11 @@ def open_data():
     size = train.meta["vocab_size"]
     if size > config.vocab_size:
         fail(f"{data_dir} has token ids up to {size - 1}: set --vocab_size={size} or more")
-    if before is not None and before["tokenizer_sha256"] != train.meta["tokenizer_sha256"]:
+    known = None if before is None else before["tokenizer_sha256"]  # also None: none was imported
+    if known not in (None, train.meta["tokenizer_sha256"]):
         fail(f"{saved['path']} was trained on another tokenizer than that of {data_dir}")
-    meta = before if before is not None and "start" in before else train.meta  # imported or not
+    imported = before is not None and before.get("start") is not None
+    meta = before if imported else train.meta
     return (train, val, None, meta) if sft_data is None else (*conversations(meta), val, meta)
 
 
@@ -285,7 +290,7 @@ def conversations(meta):
     """The two splits of sft_data."""
     if not meta["tokenizer"]:
         fail(f"{saved['path']} was imported without a tokenizer.json: it cannot read {sft_data}")
-    folder = data_dir if "start" not in meta else os.path.dirname(saved["path"])
+    folder = data_dir if meta.get("start") is None else os.path.dirname(saved["path"])
     encoding, T = meta_tokenizer(folder, meta), config.block_size
     return [lora.Conversations(sft_data, split, encoding, T) for split in ("train", "val")]
 

@@ -5,10 +5,10 @@ What does it cost to turn a trained pre-norm model into a model of another resid
     python runs/convert.py --base=out/plain/ckpt.pt   starts from this pre-norm model
     python runs/convert.py --rehearse=True            all of it at toy size; ignore its numbers
 
-Pre-norm itself goes on for a few steps (the control), and so do its conversions. New models of NAG
-and BHyT show what as many steps are worth from nothing. One factor on all learning rates is tuned
+The control trains the pre-norm model further. Each conversion, and a new BHyT and a new NAG from
+scratch, trains for the same number of steps. One factor on all learning rates is tuned
 for each, on seed 0 and on one half of the validation split. The losses are on the other half, for
-new seeds of the data order. Differences to the control are paired by seed, with 95% intervals.
+new seeds. Differences to the control are paired by seed, with 95% intervals.
 Finished runs are in results/convert.jsonl, and are not repeated.
 """
 
@@ -34,14 +34,14 @@ TOY |= {"eval_tokens": 1024}
 FACTORS = (0.1, 0.3, 1.0)  # of the learning rates that trained the base
 RATES = ("learning_rate", "embed_lr", "head_lr", "gate_lr")
 STARTS = {  # name: (settings, whether it starts from the base)
-    "pre-norm goes on": ({}, True),
+    "pre-norm, continued": ({}, True),
     "bhyt": ({"residual": "bhyt", "convert": True}, True),
     "bhyt_exact": ({"residual": "bhyt_exact", "convert": True}, True),
     "nag": ({"residual": "nag", "convert": True}, True),
     "new bhyt": ({"residual": "bhyt"}, False),
     "new nag": ({"residual": "nag"}, False),
 }
-HEAD = ("start", "loss at step 0", "loss", "difference to the first", "factor on learning rates")
+HEAD = ("start", "loss at step 0", "loss", "difference from the first", "factor on learning rates")
 
 
 def the_base():

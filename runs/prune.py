@@ -1,11 +1,12 @@
 """
-What do the sublayers or blocks that a trained model skips cost in loss, and save in time?
+How much loss does it cost to skip sublayers or blocks of a trained model, and how much time does it
+save?
 
     python runs/prune.py --out_dir=out/default    writes results/prune.jsonl and results/prune.png
 
 For rates up to one half, and each unit and rule of prune.py: the validation loss, the share of the
 FLOPs left, and the time of an eager forward divided by the whole model's (a median over rounds, all
-timed in turn). Training windows score the units. Needs a quiet machine.
+timed in turn). Scores are measured on training windows. Needs a quiet machine.
 """
 
 import json

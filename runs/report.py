@@ -53,8 +53,8 @@ def the_recipe():
     ends = f"`python train.py` with its defaults ends at {whole:.4f} nats per byte, on the whole validation split, "
     ends += f"after {steps:,} steps of {size:,} bytes (`results/default`)."
     beside = "nanochat's model and optimizer (with its own learning rates) against ours, on the same machine and "
-    beside += "shards. One run each, with lengths that take about the same time, which counts training steps after the "
-    beside += "first three."
+    beside += "shards. One run each. Times exclude the first three steps. A run of ours that ends before nanochat's counts "
+    beside += "with its last loss."
     text = f"## The default recipe\n\n{wrap(ends)}\n\n{wrap(beside)}\n\n"
     rows = []
     for path in sorted(SPEED.glob("nanochat_*.txt")):
@@ -238,11 +238,39 @@ def conversion():
     rows = [*convert.rows(*convert.the_base(), find)]
     if not rows:
         return ""
-    text = f"A pre-norm model (8 blocks of width 64, 2,000 steps of 1,024 bytes) goes on for {convert.steps} steps as what "
-    text += f"it is, or as another mode; the new models start from nothing. {convert.seeds} seeds of the data order, "
-    text += "paired, with 95% intervals; below 0 is better. The factor was tuned for each, on another seed and other text."
+    text = f"A pre-norm model (8 blocks of width 64, 2,000 steps of 1,024 bytes) is trained for {convert.steps} more "
+    text += f"steps, unchanged or converted; the new models start from scratch. {convert.seeds} seeds (the data order; for new "
+    text += "models also the initialisation), paired, with 95% intervals; below 0 is better. The factor was tuned for each, on "
+    text += "another seed and other text."
     command = "```sh\npython runs/convert.py\n```"
     return f"## Conversion\n\n{wrap(text)}\n\n{command}\n\n{table(convert.HEAD, rows)}\n"
+
+
+def imported():
+    """What eval.py measures on a model that hf.py imported, or nothing."""
+    path = RESULTS / "imported.json"
+    if not path.exists():
+        return ""
+    found = json.loads(path.read_text())["depth"]
+    rows = []
+    for b in range(len(found["dropped"])):
+        turns = (f"{found['rotation'][2 * b + i]:.1f}" for i in (0, 1))
+        rest = (f"{found[key][b]:.2f}" for key in ("sink", "dropped"))
+        stream = (f"{found[key][b + 1]:.1f}" for key in ("norm", "max/rms"))
+        rows.append((b, *turns, *stream, *rest))
+    head = ("block", "rotation by attention (degrees)", "by the MLP", "norm of the stream after it")
+    head += ("largest feature / rms", "attention to the first token", "rise of the loss without it")
+    text = "What `eval.py` shows of an imported model, here on the text of model.py. No public checkpoint could be had, so "
+    text += "this is the model of the next table, exported and imported again (`results/imported.json`)."
+    commands = (
+        "python hf.py export out/llama/ckpt.pt out/exported",
+        "python hf.py import out/exported --out_dir=out/imported",
+    )
+    commands += (
+        "python eval.py --out_dir=out/imported --what=depth --text=model.py --context=256",
+    )
+    lines = "\n".join(commands)
+    return f"## An imported model through depth\n\n{wrap(text)}\n\n```sh\n{lines}\n```\n\n{table(head, rows)}\n"
 
 
 def pruning():
@@ -264,8 +292,9 @@ def pruning():
         "at random",
         "time of a forward, by angle",
     )
-    text = "What a trained model loses, and how much faster a forward is, if units that turn the stream least are skipped "
-    text += f"(`{lines[0]['run']}`: 8 blocks of width 128 of the shape of a Llama, trained like the default model). The "
+    text = "What a trained model loses, and how much faster a forward is, if the units with the lowest scores are skipped "
+    text += f"(`{lines[0]['run']}`: 8 blocks of width 128 with SwiGLU, without smear and value embeddings, otherwise trained like the default "
+    text += "model). The "
     text += "random control is a mean over 3 seeds."
     image = "![Loss and time against the share skipped](results/prune.png)"
     command = f"```sh\npython train.py --activation=swiglu --smear=0 --value_embeds=False --out_dir={lines[0]['run']}\n"
@@ -385,10 +414,11 @@ START, END = "<!-- written by runs/report.py -->\n", "<!-- end -->"
 def first_page():
     _, _, whole = default_run()
     (theirs, _, seconds), _, (ours, _) = race(SPEED / "nanochat_8x128.txt")
-    text = f"`make train` reaches {whole:.3f} nats per byte. In {seconds} s, nanochat's model and optimizer reach {theirs} "
-    text += f"and ours {ours} (one run each, same machine). The figure shows what each part of our recipe is worth (3 "
-    text += "seeds, 95% intervals): changes above 0 make it worse. Most residual modes differ by less than these parts "
-    text += "do. Which mode is best is not settled, so pre-norm is the default. The models are tiny and saw about one byte per parameter, so "
+    text = f"`make train` reaches a validation loss of {whole:.3f} nats per byte. In {seconds} s, nanochat's model and optimizer reach {theirs} "
+    text += f"and ours {ours} (one run each, same machine). The figure shows what each part of our recipe is worth, for "
+    text += "the recipe before its last two changes (3 seeds, 95% intervals): changes above 0 make it worse. NAG and "
+    text += "Peri-norm change less than most of these parts do. Which mode is best is not settled, so pre-norm is the "
+    text += "default. The models are tiny and saw about one byte per parameter, so "
     text += "take this as a hint for larger ones. [RESULTS.md](RESULTS.md) has all results."
     return f"![What each part of the default recipe is worth](results/recipe.png)\n\n{wrap(text)}\n"
 
@@ -408,7 +438,7 @@ published ones. Losses are in nats per byte on validation text.
 """
 
 
-PARTS = (the_recipe, modes, rivals, earlier, conversion, pruning, speed)
+PARTS = (the_recipe, modes, rivals, earlier, conversion, imported, pruning, speed)
 
 
 def markdown():
