@@ -92,9 +92,10 @@ def draw(report):
             place.plot(
                 values, [report[axis][v][mode]["over_floor"] for v in values], "o-", label=mode
             )
-        place.set(xlabel=axis, xscale="log", ylim=0)
+        place.set(xlabel=axis, xscale="log")
         place.set_xticks(values, map(str, values))
-    axes[0].set(ylabel="step / floor")
+        place.minorticks_off()
+    axes[0].set(ylabel="step / floor", ylim=0)
     axes[0].legend(frameon=False)
     figure.savefig(PATH.replace(".json", ".png"), dpi=150)
 

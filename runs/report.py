@@ -380,7 +380,8 @@ def growth():
             )
     text = "How the cost of a training step grows (`results/speed/growth.json`). The floor is an estimate: the FLOPs of a "
     text += "step at the speed of a large matrix product, and its memory traffic at the speed of a copy. The first step "
-    text += "includes compilation."
+    text += "includes compilation. A narrow model is far above the floor, because its matrix products are too small to reach "
+    text += "the machine's rate. The blocks share their code, so the first step does not slow down with depth."
     image = "![How the cost of a step grows](results/speed/growth.png)"
     return f"{wrap(text)}\n\n```sh\npython runs/growth.py\n```\n\n{image}\n\n{table(head, rows)}\n"
 
