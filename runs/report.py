@@ -270,6 +270,11 @@ def imported():
         "python eval.py --out_dir=out/imported --what=depth --text=model.py --context=256",
     )
     lines = "\n".join(commands)
+    cost = json.loads((SPEED / "import_1b.json").read_text())
+    low, middle, high = cost["ratio"]
+    text += f" Importing {cost['bytes'] / 1e9:.1f} GB of random weights takes {middle:.1f} times as long as copying the files "
+    text += f"(quartiles {low:.1f} and {high:.1f}) and at most {cost['peak_bytes'] / 1e9:.1f} GB of memory "
+    text += "(`python runs/import_cost.py`)."
     return f"## An imported model through depth\n\n{wrap(text)}\n\n```sh\n{lines}\n```\n\n{table(head, rows)}\n"
 
 
