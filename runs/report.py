@@ -70,7 +70,7 @@ def the_recipe():
     parts = f"Each part of the recipe, changed alone: {recipe.COMMON['max_iters']} steps of {size:,} bytes, "
     parts += f"{len(recipe.SEEDS)} seeds, paired by seed, with 95% intervals. Above 0 the change is worse. The time is "
     parts += "the changed run's time divided by the recipe's. The last column compares the change with the recipe "
-    parts += "trained for the same time, if that was timed. The recipe of this table has ReLU²; ReLU is the default since. "
+    parts += "trained for the same time, if that was timed. The recipe of this table has ReLU² and a logit cap of 15; the default now has ReLU and no cap. "
     parts += f"The changes are not tuned. The loss is on {recipe.COMMON['eval_tokens']:,} bytes of validation text."
     text += f"\n{wrap(parts)}\n\n```sh\npython runs/recipe.py\n```\n\n"
     return text + table(recipe.HEAD, map(recipe.cells, recipe.rows(find, measure=False)))
