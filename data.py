@@ -122,19 +122,23 @@ class JsonTokenizer:
         self.path, self.sha256 = path, file_sha256(path)
         self.added = self.inner.get_added_tokens_decoder()
         self.n_vocab = 1 + max(self.inner.get_vocab(with_added_tokens=True).values())
-        self.eot_token, self.bos_token = self.special_tokens(path) if eot is None else (eot, bos)
+        self.eot_token, self.bos_token = self.special_tokens() if eot is None else (eot, bos)
         self.start, self.imported = start or [], start is not None
         if not self.imported:  # the tokenizer of shards, in which end-of-text begins every text
             self.start = [self.eot_token]
         self.bytes_of = {c: byte for byte, c in enumerate(byte_characters())}
         self.byte_level = "ByteLevel" in str(self.inner.decoder)
 
-    def special_tokens(self, path):
+    def beside(self, name):
+        """The keys of another JSON file in the folder of the tokenizer, {} without such a file."""
+        path = os.path.join(os.path.dirname(self.path), name)
+        return json.load(open(path)) if os.path.exists(path) else {}
+
+    def special_tokens(self):
         """Ids of end-of-text and begin-of-text, from files that Hugging Face keeps beside it."""
         found = {"eos": None, "bos": None}
         for name, key in (("tokenizer_config.json", "{}_token"), ("config.json", "{}_token_id")):
-            beside = os.path.join(os.path.dirname(path), name)
-            given = json.load(open(beside)) if os.path.exists(beside) else {}
+            given = self.beside(name)
             for kind in found if given else ():
                 value = given.get(key.format(kind))
                 value = value["content"] if isinstance(value, dict) else value
@@ -144,7 +148,7 @@ class JsonTokenizer:
             if given and found["eos"] is not None:
                 break  # else a bos that tokenizer_config.json does not have would be taken
         if found["eos"] is None:
-            raise SystemExit(f"{path}: its folder needs tokenizer_config.json with eos_token")
+            raise SystemExit(f"{self.path}: its folder needs tokenizer_config.json with eos_token")
         return found["eos"], found["bos"]
 
     def own_start(self):
@@ -152,8 +156,7 @@ class JsonTokenizer:
 
         As in transformers, add_bos_token in tokenizer_config.json goes before tokenizer.json.
         """
-        beside = os.path.join(os.path.dirname(self.path), "tokenizer_config.json")
-        asked = json.load(open(beside)).get("add_bos_token") if os.path.exists(beside) else None
+        asked = self.beside("tokenizer_config.json").get("add_bos_token")
         if asked is not None and self.bos_token is not None:
             return [self.bos_token] if asked else []
         made = self.inner.encode("a")
@@ -196,7 +199,7 @@ def token_bytes(encoding):
 
 
 def start_of_text(encoding):
-    """The token ids that begin a text: end-of-text, or those of an imported model's tokenizer."""
+    """The token ids at the start of a text: end-of-text, unless an imported tokenizer says else."""
     return getattr(encoding, "start", [encoding.eot_token])
 
 
@@ -209,6 +212,11 @@ def fingerprint(encoding):
         digest.update(struct.pack("<II", rank, len(token)) + token)
     digest.update(json.dumps(sorted(encoding._special_tokens.items())).encode())
     return digest.digest()
+
+
+def is_imported(meta):
+    """Whether the tokenizer came with an imported model. It then lies beside the checkpoint."""
+    return meta.get("start") is not None
 
 
 def meta_tokenizer(folder, meta):

@@ -28,6 +28,7 @@ from configurator import configure
 from data import (
     Windows,
     eval_batches,
+    is_imported,
     meta_tokenizer,
     read_documents,
     spread,
@@ -53,7 +54,7 @@ text_split = "test"  # split of a data set on the hub
 depth_tokens = 16384  # validation tokens for depth and mod, evenly spaced over the split
 mod_rate: float | None = None  # share of tokens to skip, or of units; None: as trained
 prune_unit = "sublayer"  # what mod_rate skips in a model without routers: sublayer or block
-prune_by = "angle"  # which units: those of lowest angle or norm, see prune.py, or random
+prune_by = "angle"  # how it chooses them: lowest angle, lowest norm (see prune.py) or random
 batch_size = 8  # windows per batch; the value used in training reuses the compiler's cache
 prompt = "def "  # start of the sample, and the text in the map of mod
 max_new_tokens = 200  # tokens in the sample
@@ -79,8 +80,8 @@ class TextWindows:
     """Texts as rows (2, T) of inputs and targets.
 
     End-of-text precedes the first text and follows each text. The last row is padded with targets
-    of -1, which the loss ignores. tokens limits their number. An imported model's texts
-    begin as its tokenizer says. These ids are not targets.
+    of -1, which the loss ignores. tokens limits their number. An imported model's texts begin as
+    its tokenizer says; those ids are not targets.
     """
 
     def __init__(self, texts, encoding, T, tokens=None):
@@ -524,9 +525,9 @@ def open_data(state, model):
         raise SystemExit("the data's tokenizer is not the one that the checkpoint was trained with")
     if windows.meta["vocab_size"] > model.config.vocab_size:
         raise SystemExit(f"{directory} has more token ids than the model")
-    imported = meta.get("start") is not None  # its texts begin as its own tokenizer says
-    folder = os.path.dirname(state["path"]) if imported else directory
-    return windows, meta_tokenizer(folder, meta if imported else windows.meta)
+    if is_imported(meta):  # with shards too, its texts begin as its own tokenizer says
+        return windows, meta_tokenizer(os.path.dirname(state["path"]), meta)
+    return windows, meta_tokenizer(directory, windows.meta)
 
 
 def main():

@@ -26,6 +26,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
@@ -40,6 +41,7 @@ from data import (
     byte_characters,
     fingerprint,
     get_tokenizer,
+    is_imported,
     meta_tokenizer,
     write_json,
 )
@@ -73,6 +75,7 @@ RENAMES = (  # names here -> names in the files
 )
 BEFORE = {"attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 BEHIND = {"attn": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -190,8 +193,7 @@ def rope(keys):
     elif kind == "linear":
         scaling = (float(given.take("factor")),)
     elif kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        scaling = (*[float(given.take(name)) for name in names], length)
+        scaling = (*[float(given.take(name)) for name in LLAMA3[:3]], length)
         if length is None:
             fail("rope_scaling of llama3 needs original_max_position_embeddings")
     else:
@@ -209,8 +211,7 @@ def rope_keys(config):
     if len(config.rope_scaling) == 1:
         factor = config.rope_scaling[0]
         return {"rope_type": "linear", "rope_theta": config.rope_base, "factor": factor}
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    scaling = dict(zip(names, config.rope_scaling))
+    scaling = dict(zip(LLAMA3, config.rope_scaling))
     return {"rope_type": "llama3", "rope_theta": config.rope_base, **scaling}
 
 
@@ -291,21 +292,16 @@ def check_tensors(folder, wanted):
     return plan
 
 
-class opened:
+@contextmanager
+def opened(path):
     """safe_open, which maps a file into memory, with one-line errors."""
-
-    def __init__(self, path):
-        library = safetensors()
-        try:
-            self.file = library.safe_open(path, "pt")
-        except (library.SafetensorError, OSError) as error:
-            fail(f"{path} is not a complete .safetensors file: {error}")
-
-    def __enter__(self):
-        return self.file.__enter__()
-
-    def __exit__(self, *error):
-        return self.file.__exit__(*error)
+    library = safetensors()
+    try:
+        file = library.safe_open(path, "pt")
+    except (library.SafetensorError, OSError) as error:
+        fail(f"{path} is not a complete .safetensors file: {error}")
+    with file:
+        yield file
 
 
 def read_tensors(plan):
@@ -348,7 +344,7 @@ def folder_of(source):
         fail(f"{source} cannot be downloaded: {reason}; HF_TOKEN may help for a private model")
 
 
-def tokenizer_meta(folder, config, keys):
+def tokenizer_meta(folder, config):
     """What data.meta_tokenizer needs. "tokenizer" is None if the folder has no tokenizer.json."""
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(path):
@@ -378,7 +374,7 @@ def import_model(source, to, context=None):
     config = to_settings(keys, context)
     wanted = file_names(config)
     plan = check_tensors(folder, wanted)
-    meta = tokenizer_meta(folder, config, keys)
+    meta = tokenizer_meta(folder, config)
     tensors = read_tensors(plan)
     if config.tied:
         head = tensors.get("head.weight", tensors["embed.weight"])
@@ -387,7 +383,7 @@ def import_model(source, to, context=None):
         tensors["head.weight"] = tensors["embed.weight"]
     settings = {"data_dir": None, "loss_chunk": 2048}
     state = {"config": asdict(config), "settings": settings, "meta": meta, "step": 0}
-    state |= {"imported": os.path.basename(os.path.abspath(source)), "model": tensors}
+    state["model"] = tensors
     os.makedirs(to, exist_ok=True)
     if meta["tokenizer"]:
         shutil.copyfile(os.path.join(folder, "tokenizer.json"), os.path.join(to, "tokenizer.json"))
@@ -502,8 +498,7 @@ def tokenizer_of(state):
     meta, data_dir = state["meta"], state["settings"].get("data_dir")
     if not meta.get("tokenizer"):
         return None
-    imported = meta.get("start") is not None
-    return meta_tokenizer(os.path.dirname(state["path"]) if imported else data_dir, meta)
+    return meta_tokenizer(os.path.dirname(state["path"]) if is_imported(meta) else data_dir, meta)
 
 
 def special_tokens(encoding):

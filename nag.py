@@ -223,7 +223,7 @@ def direction_and_turn(x, f, centre, orthogonal):
 
 
 def logit_variances(source, model, batches):
-    """The variances of Eq. 10, (2,): of the logits of source and of those of model."""
+    """The two variances of Eq. 10, (2,): of the logits of source, then of model."""
     sums = torch.zeros(2)
     for x, y, *docs in batches:
         both = [F.linear(*each.hidden(x, *docs))[y >= 0] for each in (source, model)]  # (N, V)

@@ -28,7 +28,7 @@ import lora
 import mod
 import moe
 from configurator import configure, echo
-from data import Loader, Windows, atomic, eval_batches, meta_tokenizer, spread
+from data import Loader, Windows, atomic, eval_batches, is_imported, meta_tokenizer, spread
 from depth import gate_health
 from machine import (
     autocast,
@@ -281,8 +281,7 @@ def open_data():
     known = None if before is None else before["tokenizer_sha256"]  # also None: none was imported
     if known not in (None, train.meta["tokenizer_sha256"]):
         fail(f"{saved['path']} was trained on another tokenizer than that of {data_dir}")
-    imported = before is not None and before.get("start") is not None
-    meta = before if imported else train.meta
+    meta = before if before is not None and is_imported(before) else train.meta
     return (train, val, None, meta) if sft_data is None else (*conversations(meta), val, meta)
 
 
@@ -290,7 +289,7 @@ def conversations(meta):
     """The two splits of sft_data."""
     if not meta["tokenizer"]:
         fail(f"{saved['path']} was imported without a tokenizer.json: it cannot read {sft_data}")
-    folder = data_dir if meta.get("start") is None else os.path.dirname(saved["path"])
+    folder = os.path.dirname(saved["path"]) if is_imported(meta) else data_dir
     encoding, T = meta_tokenizer(folder, meta), config.block_size
     return [lora.Conversations(sft_data, split, encoding, T) for split in ("train", "val")]
 
