@@ -12,8 +12,8 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
 2. Train both with new seeds for all steps. Evaluate on the other half of the validation split.
 3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
    "undecided".
-4. For equal time, steps of each mode are timed in turn. The baseline is also trained for fewer and
-   more steps, to estimate its loss after the time that the mode takes.
+4. For equal time, steps of each mode are timed in turn (first, while the machine is quiet). The
+   baseline is also trained for fewer and more steps, to estimate its loss after that time.
 
 Finished runs are in results/judge.jsonl. They are not repeated when you restart the command or
 judge another mode. Other arguments are config files and settings of train.py.
@@ -46,7 +46,7 @@ SCALE = str(ROOT / "config" / "judge_8x64.py")
 TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048 --log_interval=4"
 TOY += " --compile=False"
 RATES = (4e-3, 8e-3, 1.6e-2)
-LENGTHS = (0.7, 1.4, 2.0, 2.8)  # lengths of extra baseline runs, as shares of the whole
+LENGTHS = (0.7, 1.4, 2.0, 2.8, 4.0)  # lengths of extra baseline runs, as shares of the whole
 TUNED = ("learning_rate", "init_out", "gate_lr", "embed_lr")
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
 LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
@@ -132,13 +132,22 @@ def has_gates(mode):
         return bool(GPT(GPTConfig(residual=mode)).param_groups()["gates"])
 
 
-def train(scale, mode, lines_of):
-    """Tune a mode and train its seeds. Returns (tuned settings, {length: lines})."""
+def lengths(ratios):
+    """The extra lengths of the baseline that these {mode: quartiles of the time} need."""
+    slowest = max(quartiles[-1] for quartiles in ratios.values())
+    return LENGTHS[: 2 + sum(length < slowest for length in LENGTHS[1:])]
+
+
+def train(scale, mode, lines_of, extra=()):
+    """Tune a mode and train its seeds, also for extra lengths.
+
+    Returns (tuned settings, {length: lines}).
+    """
     choice = tune(scale, mode, lines_of)
     at = lambda length: [settings(scale, mode, choice, s, length) for s in range(1, seeds + 1)]
     first, *others = at(1.0)
     found = {1.0: lines_of([first], LOOK) + lines_of(others)}  # the first: also through depth
-    for length in LENGTHS if mode == baseline else ():
+    for length in extra:
         found[length] = lines_of(at(length))
     return choice, found
 
@@ -165,10 +174,13 @@ def row(mode, choice, lines, theirs, ratios):
         return [mode, f"{ours.count(math.inf)} of {len(ours)} runs diverged", *[""] * 7]
     by_length = {length: losses(found) for length, found in theirs.items()}
     at_steps = paired(ours, by_length[1.0])
-    at_time = [gap_at(ratio, ours, by_length) for ratio in ratios]
+    known = min(by_length) <= ratios[0] and ratios[-1] <= max(by_length)
+    at_time = [gap_at(ratio, ours, by_length) for ratio in ratios] if known else []
     tuned = " ".join(f"{k}={v:g}" if type(v) is float else f"{k}={v}" for k, v in choice.items())
     cells = [mode, f"{lines[0]['params']:,}", f"{statistics.mean(ours):.4f}"]
     cells += [plus_minus(at_steps), verdict([at_steps]), f"{ratios[1]:.2f}"]
+    if not known:
+        return cells + ["", "not measured", tuned]
     return cells + [plus_minus(at_time[1]), verdict(at_time), tuned]
 
 
@@ -188,16 +200,18 @@ def timed(scale, modes):
     return {mode: scale | {"residual": mode} for mode in dict.fromkeys([baseline, *modes])}
 
 
-def plan(scale, modes):
-    """A Progress for all runs. Prints how long they will take, from a short run of the baseline."""
+def plan(scale, modes, extra):
+    """A Progress for all runs. Prints how long they will take: it times a short baseline run.
+
+    extra: {mode: its extra lengths}
+    """
     known = {key for key, *_ in study.finished(name)}
     usual = {"learning_rate": RATES[1]}
     cost = 0
-    for mode in (baseline, *modes):
+    for mode in modes:
         if study.key(settings(scale, mode, usual, 0, tune_share)) not in known:
-            lengths = (1.0, *LENGTHS) if mode == baseline else (1.0,)
             cost += 9 * study.cost(settings(scale, mode, usual, 0, tune_share))
-            cost += sum(seeds * study.cost(settings(scale, mode, usual, 1, x)) for x in lengths)
+            cost += sum(seeds * study.cost(settings(scale, mode, usual, 1, x)) for x in (1.0, *extra[mode]))
     one = settings(scale, baseline, usual, 1)
     seconds = cost / study.cost(one | {"max_iters": 1}) * study.probe(one) if cost else 0.0
     hours = seconds / len(study.devices()) / 3600
@@ -219,14 +233,19 @@ def main():
     if not 2 <= seeds <= 10:
         raise SystemExit(f"seeds={seeds}: give 2 to 10, for an interval")
 
-    progress, everyone = plan(scale, modes), [baseline, *modes]
+    everyone = [baseline, *modes]
+    ratios = study.race(name, timed(scale, everyone))
+    extra = dict.fromkeys(modes, ()) | {baseline: lengths(ratios)}
+    progress = plan(scale, everyone, extra)
 
     def lines_of(runs, look=()):
         return study.run(name, runs, look, progress=progress)
 
+    def judged(mode):
+        return train(scale, mode, lines_of, extra[mode])
+
     with ThreadPoolExecutor(len(study.devices())) as pool:
-        trained = dict(zip(everyone, pool.map(lambda m: train(scale, m, lines_of), everyone)))
-    ratios = study.race(name, timed(scale, everyone))
+        trained = dict(zip(everyone, pool.map(judged, everyone)))
     print(study.table(HEAD, rows(trained, ratios)))
 
 
