@@ -211,7 +211,8 @@ def plan(scale, modes, extra):
     for mode in modes:
         if study.key(settings(scale, mode, usual, 0, tune_share)) not in known:
             cost += 9 * study.cost(settings(scale, mode, usual, 0, tune_share))
-            cost += sum(seeds * study.cost(settings(scale, mode, usual, 1, x)) for x in (1.0, *extra[mode]))
+            for length in (1.0, *extra[mode]):
+                cost += seeds * study.cost(settings(scale, mode, usual, 1, length))
     one = settings(scale, baseline, usual, 1)
     seconds = cost / study.cost(one | {"max_iters": 1}) * study.probe(one) if cost else 0.0
     hours = seconds / len(study.devices()) / 3600

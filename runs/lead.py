@@ -1,9 +1,10 @@
 """
 Does a mode's lead over pre-norm last with more tokens or blocks? Which parts of NAG matter?
 
-    python runs/lead.py tokens    8 blocks of width 64, 1 to 16 MB: 2 to 33 bytes per parameter
-    python runs/lead.py blocks    4 to 64 blocks of width 64, 4 MB
-    python runs/lead.py nag       NAG with one part changed, 4 and 16 MB
+    python runs/lead.py --what=tokens    8 blocks of width 64, 1 to 16 MB
+    python runs/lead.py --what=blocks    4 to 64 blocks of width 64, 4 MB
+    python runs/lead.py --what=nag       NAG with one part changed, 4 and 16 MB
+    python runs/lead.py --what=tokens --names=nag --values=1000,8000    a part of it
 
 Each mode uses the settings that runs/judge.py found for it, and is tuned first if there are none.
 At other depths and for changes of NAG, the learning rate is tuned again. Each length is a separate
@@ -18,6 +19,12 @@ from functools import partial
 import judge
 import study
 from study import paired
+
+from configurator import configure
+
+what = "tokens"  # tokens, blocks or nag
+names: str | None = None  # only these modes or changes, separated by commas, and pre-norm
+values: str | None = None  # only these steps or numbers of blocks, in this order
 
 SEEDS = (11, 12, 13)  # new: judge.py tuned on 0 and judged on 1, 2, ...
 NAG = {
@@ -40,50 +47,71 @@ PLANS = {  # ({name: changes of NAG, or None: the mode itself}, what varies, its
 }  # fmt: skip
 
 
-def lines_of(runs, look=()):
-    return study.run("lead", runs, look)
-
-
-def tuned(name, change, scale, rates_around):
+def tuned(name, change, scale, rates_around, lines_of):
     """Settings of a mode, or of NAG with a change, with the best learning rate at this scale."""
     mode = name if change is None else "nag"
-    chosen = judge.tune(study.parse([judge.SCALE]), mode, partial(study.run, "judge"))
+    chosen = judge.tune(study.parse([judge.SCALE]), mode, partial(lines_of, "judge"))
     chosen |= change or {}
     if change and "gate_lr" in change:
         chosen["gate_lr"] = change["gate_lr"] * chosen["learning_rate"]
     rates = [chosen["learning_rate"] * times for times in rates_around]
     if len(rates) > 1:
-        chosen = judge.best_rate(scale, mode, chosen, rates, lines_of)
+        chosen = judge.best_rate(scale, mode, chosen, rates, partial(lines_of, "lead"))
     return {"residual": mode} | chosen
 
 
-def runs_of(changes, axis, values):
-    """{(name, value): [the settings of each seed]}"""
+def part(plan):
+    """A plan with only the names and values asked for."""
+    changes, axis, full = plan
+    wanted = ("prenorm", *names.split(",")) if names else changes
+    some = [int(value) for value in values.split(",")] if values else full
+    unknown = {*wanted} - {*changes} | {*some} - {*full}
+    if unknown:
+        choices = ", ".join(map(str, (*changes, *full)))
+        raise SystemExit(f"{', '.join(map(str, unknown))}: choose from {choices}")
+    return {name: changes[name] for name in wanted}, axis, some
+
+
+def runs_of(changes, axis, values, lines_of):
+    """{(name, value): [the settings of each seed]}. lines_of: study.run, or one that only reads."""
     scale, runs = study.parse([judge.SCALE]), {}
-    for name, change in changes.items():
-        for value in values:
+    for value in values:
+        for name, change in changes.items():
             here = scale | {axis: value}
             shape = scale if axis == "max_iters" else here  # tuned once for all lengths
             as_judged = shape is scale and change is None
-            own = tuned(name, change, shape, (1.0,) if as_judged else (0.5, 1.0, 2.0))
+            rates_around = (1.0,) if as_judged else (0.5, 1.0, 2.0)
+            own = tuned(name, change, shape, rates_around, lines_of)
             runs[name, value] = [judge.settings(here, own["residual"], own, s) for s in SEEDS]
     return runs
 
 
 def rows(runs, lines_of):
-    """(name, value, mean loss, difference to pre-norm, half its interval)"""
+    """(name, value, mean loss, difference to pre-norm, half its interval) where all have finished.
+
+    The last three are None if a run diverged.
+    """
     lines = iter(lines_of("lead", [each for of_seeds in runs.values() for each in of_seeds]))
-    losses = {at: [next(lines)["loss"] for _ in SEEDS] for at in runs}
-    for (name, value), found in losses.items():
-        if None in found:
-            yield name, value, None, None, None
-        else:
-            yield name, value, statistics.mean(found), *paired(found, losses["prenorm", value])
+    found = {at: [next(lines) for _ in SEEDS] for at in runs}
+    losses = {at: [line["loss"] for line in of] for at, of in found.items() if None not in of}
+    for (name, value), ours in losses.items():
+        if ("prenorm", value) in losses:
+            theirs = losses["prenorm", value]
+            whole = None not in (*ours, *theirs)
+            numbers = (statistics.mean(ours), *paired(ours, theirs)) if whole else [None] * 3
+            yield name, value, *numbers
+
+
+def main():
+    configure(globals(), argv=sys.argv[1:])
+    if what not in PLANS:
+        raise SystemExit(f"what={what!r}: choose from {', '.join(PLANS)}")
+    for name, value, loss, difference, half in rows(
+        runs_of(*part(PLANS[what]), study.run), study.run
+    ):
+        result = "diverged" if loss is None else f"{loss:.4f} {difference:+.4f} ± {half:.4f}"
+        print(f"{name:<32} {value:>6} {result}")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in [[plan] for plan in PLANS]:
-        raise SystemExit(__doc__)
-    for name, value, loss, difference, half in rows(runs_of(*PLANS[sys.argv[1]]), study.run):
-        result = "diverged" if loss is None else f"{loss:.4f} {difference:+.4f} ± {half:.4f}"
-        print(f"{name:<32} {value:>6} {result}")
+    main()

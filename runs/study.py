@@ -51,7 +51,8 @@ OF_PLACE = set(
 POINTS = 40  # most points per curve
 ROUNDS = 15  # rounds per race
 # keys of eval.json that a line keeps
-DEPTH = ("norm", "rotation", "update", "max/rms", "sink", "dropped", "a")
+DEPTH = ("norm", "rotation", "from embedding", "update", "max/rms", "kurtosis", "sink", "dropped")
+DEPTH += ("a", "norm and entropy", "norm and loss")
 
 
 def parse(argv):
@@ -205,8 +206,15 @@ def train(settings, device, folder, look, lock=None):
         where = [f"--out_dir={folder}", f"--device={device}"]
         subprocess.run([sys.executable, EVAL, *where, *look], check=True, **how)
         report = json.loads((folder / "eval.json").read_text())["depth"]
-        found["depth"] = {k: [float(f"{x:.4g}") for x in report[k]] for k in DEPTH if k in report}
+        found["depth"] = {k: short(report[k]) for k in DEPTH if k in report}
     return found
+
+
+def short(x):
+    """A number, None or a list of them, with 4 digits."""
+    if isinstance(x, list):
+        return [short(each) for each in x]
+    return None if x is None else float(f"{x:.4g}")
 
 
 # ------------------------------------------------------------------------------------------------
