@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import statistics
 import sys
 from types import SimpleNamespace
@@ -14,12 +15,15 @@ import torch.nn.functional as F
 from test_all import EXTRAS, HERE, cases, shaken, some_ids, tiny
 
 sys.path.append(os.path.join(HERE, "runs"))
+import claims
 import judge
+import lead
 import oracle
 import report
 import study
 
 import mod
+from model import RESIDUALS
 
 
 @pytest.fixture
@@ -186,6 +190,66 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     assert len(keys) == len(set(keys)) == len(trained)
     assert {s["seed"] for s in trained if s["val_part"] == "tune"} == {0}
     assert {s["seed"] for s in trained if s["val_part"] == "report"} == {1, 2, 3}
+
+
+def test_the_baseline_is_trained_as_long_as_the_slowest_mode_needs():
+    as_fast, slower = [0.9, 0.95, 1.3], [1.4, 1.6, 1.9]
+    assert judge.lengths({"a": as_fast}) == (0.7, 1.4)
+    assert judge.lengths({"a": as_fast, "b": slower}) == (0.7, 1.4, 2.0)
+    assert judge.lengths({"a": [9, 9, 9]}) == judge.LENGTHS
+
+
+def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypatch):
+    loss = {"prenorm": 2.0, "nag": 1.9, "bhyt": 1.95}
+
+    def loss_of(full):
+        seed = 0.1 * full["seed"] + 0.001 * full["seed"] ** 2 * (full["residual"] == "nag")
+        return loss[full["residual"]] - math.log(full["max_iters"]) + seed
+
+    monkeypatch.setattr(study, "train", trainer(loss_of, []))
+    monkeypatch.setattr(lead, "names", "nag,bhyt")
+    monkeypatch.setattr(lead, "values", "1000,8000")
+    changes, axis, values = lead.part(lead.PLANS["tokens"])
+    assert list(changes) == ["prenorm", "nag", "bhyt"] and values == [1000, 8000]
+    runs = lead.runs_of(changes, axis, values, study.run)
+    found = {(name, value): rest for name, value, *rest in lead.rows(runs, study.run)}
+    differences = [-0.1 + 0.001 * seed**2 for seed in lead.SEEDS]
+    mean, half = study.paired(differences, [0.0] * 3)
+    assert found["nag", 8000][1:] == pytest.approx([mean, half])
+    assert found["bhyt", 1000][1:] == pytest.approx([-0.05, 0.0])
+
+    more = lead.runs_of(changes, axis, [1000, 16000], study.run)
+    assert {value for _, value, *_ in lead.rows(more, study.find)} == {1000}
+    monkeypatch.setattr(lead, "names", "nanorm")
+    with pytest.raises(SystemExit, match="nanorm: choose from prenorm, nag"):
+        lead.part(lead.PLANS["tokens"])
+
+
+@cases("interval, word", [
+    ((-0.02, 0.01), "holds"), ((0.02, 0.01), "does not hold"), ((-0.02, 0.03), "undecided"),
+])  # fmt: skip
+def test_a_claim_holds_if_its_whole_interval_has_the_right_sign(interval, word):
+    assert claims.sign(interval) == word
+    opposite = {"holds": "does not hold", "does not hold": "holds"}.get(word, word)
+    assert claims.sign(interval, wanted=1) == opposite
+
+
+def test_a_claim_of_speed_needs_more_than_its_sign():
+    assert claims.faster([0.9, 0.95, 0.99], by=0.2) == "does not hold on a CPU"
+    assert claims.faster([0.9, 0.95, 0.99], by=0.05) == "holds in direction"
+    assert claims.faster([0.8, 0.95, 1.01], by=0.15) == "undecided"
+
+
+def test_readme_has_a_verdict_for_each_judged_mode(monkeypatch):
+    monkeypatch.setattr(report, "verdicts", lambda: {"nag": "worse"})
+    monkeypatch.setattr(report, "first_page", lambda: "PAGE\n")
+    readme = report.readme(open(f"{HERE}/README.md").read())
+    rows = [line for line in readme.splitlines() if re.search(r"\| `\w+` \|", line)]
+    assert {re.search(r"`(\w+)`", row)[1] for row in rows} == set(RESIDUALS)
+    for row in rows:
+        word = "worse" if "`nag`" in row else "not judged yet"
+        assert row.endswith(f"| {word} |") and row.count(" | ") == 3
+    assert report.START + "PAGE\n" + report.END in readme
 
 
 def skipping(model, layer, token):

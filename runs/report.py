@@ -10,9 +10,13 @@ import json
 import re
 import statistics
 import textwrap
+from collections import defaultdict
+from functools import partial
 
+import claims
 import convert
 import judge
+import lead
 import recipe
 import study
 from study import ROOT, find, paired, plus_minus, read, table
@@ -76,38 +80,190 @@ def the_recipe():
     return text + table(recipe.HEAD, map(recipe.cells, recipe.rows(find, measure=False)))
 
 
-def modes():
-    """The table of runs/judge.py over all modes that it has judged, or nothing."""
+# ------------------------------------------------------------------------------------------------
+# The modes
 
-    def known(runs, look=()):
-        found = find("judge", runs)
-        if None in found:
-            raise LookupError
-        return found
 
+def finished(name, runs, look=()):
+    """The lines of runs in a study. Raises LookupError if one is missing; trains nothing."""
+    found = find(name, runs)
+    if None in found:
+        raise LookupError
+    return found
+
+
+def judged():
+    """({mode: what judge.train returns}, {mode: quartiles of its time}) of the judged modes.
+
+    Empty if the baseline is not there.
+    """
     scale, trained = study.parse([judge.SCALE]), {}
-    for mode in (judge.baseline, *[mode for mode in RESIDUALS if mode != judge.baseline]):
+    lines_of = partial(finished, "judge")
+    ratios = study.race("judge", judge.timed(scale, RESIDUALS), measure=False)
+    for mode in dict.fromkeys([judge.baseline, *RESIDUALS]):
         try:
-            trained[mode] = judge.train(scale, mode, known)
+            extra = judge.lengths(ratios) if mode == judge.baseline else ()
+            trained[mode] = judge.train(scale, mode, lines_of, extra)
         except LookupError:
-            continue
-    ratios = study.race("judge", judge.timed(scale, trained), measure=False)
-    if judge.baseline not in trained or not (rows := list(judge.rows(trained, ratios))):
+            if mode == judge.baseline:
+                return {}, {}
+    ratios = {mode: ratio for mode, ratio in ratios.items() if mode in trained}
+    return trained, ratios
+
+
+def modes():
+    """The verdicts of runs/judge.py, and what the models look like inside."""
+    trained, ratios = judged()
+    rows = list(judge.rows(trained, ratios))
+    if not rows:
         return ""
     text = "Each mode against pre-norm, both tuned alike: 8 blocks of width 64, 4 MB of text, "
-    text += f"{judge.seeds} seeds, paired by seed, with 95% intervals. Below 0 is better. With {len(rows)} modes, "
-    text += "about one verdict in twenty is wrong by chance."
+    text += f"{judge.seeds} seeds, paired by seed, with 95% intervals. Below 0 is better. The loss is on half of the validation "
+    text += f"split; the other half tuned. With {len(rows)} modes, one verdict in twenty is wrong by chance. A row shows a "
+    text += "difference as large as its interval; smaller ones stay undecided."
     command = "```sh\npython runs/judge.py --residual=all\n```"
-    return f"## The modes\n\n{wrap(text)}\n\n{command}\n\n{table(judge.HEAD, rows)}"
+    inside = "The first seed of each at the end, on 4,096 tokens: how much the norm of the stream grows from the embedding "
+    inside += "to the last block, the angle between the two, the largest mean attention to the first token, and the largest mean "
+    inside += "ratio of largest feature to rms in any block."
+    text = f"## The modes\n\n{wrap(text)}\n\n{command}\n\n{table(judge.HEAD, rows)}\n{wrap(inside)}\n\n"
+    head = (
+        "mode",
+        "growth",
+        "angle (degrees)",
+        "attention to the first token",
+        "largest feature / rms",
+    )
+    return text + table(
+        head, ((mode, *through_depth(of[1][1.0][0])) for mode, of in trained.items())
+    )
 
 
-def figure(path):
-    """What each part of the recipe is worth at equal time, with intervals."""
+def through_depth(line):
+    depth = line["depth"]
+    yield f"{depth['norm'][-1] / depth['norm'][0]:.1f}"
+    yield f"{depth['from embedding'][-1]:.0f}"
+    yield f"{max(depth['sink']):.2f}"
+    yield f"{max(depth['max/rms']):.1f}"
+
+
+def leads(what):
+    """The rows of runs/lead.py that have finished."""
+    changes, axis, values = lead.PLANS[what]
+    runs = {}
+    for name, change in changes.items():
+        for value in values:
+            try:
+                runs |= lead.runs_of({name: change}, axis, [value], finished)
+            except LookupError:
+                continue
+    return [row for row in lead.rows(runs, find) if row[0] != "prenorm"]
+
+
+def lead_points():
+    """{mode: [(steps, difference, half of its interval)]}: from lead.py, and at 4 MB the judge."""
+    points = defaultdict(list)
+    for mode, steps, loss, *interval in leads("tokens"):
+        if loss is not None:
+            points[mode].append((steps, *interval))
+    trained, _ = judged()
+    theirs = judge.losses(trained[judge.baseline][1][1.0]) if trained else []
+    for mode in points:
+        lines = trained[mode][1][1.0]
+        points[mode].append((lines[0]["steps"], *paired(judge.losses(lines), theirs)))
+    return {mode: sorted(of) for mode, of in points.items()}
+
+
+def per_parameter():
+    """Bytes of text per step and parameter of pre-norm, in the judge's studies."""
+    line = judged()[0][judge.baseline][1][1.0][0]
+    return line["tokens"] / line["steps"] / line["params"]
+
+
+def lead_text():
+    """How the lead of each mode changes with tokens."""
+    points = lead_points()
+    if not points:
+        return ""
+    rows = [(mode, f"{steps:,}", f"{steps * per_parameter():.1f}", plus_minus(interval), judge.verdict([interval]))
+            for mode, of in points.items() for steps, *interval in of]  # fmt: skip
+    text = f"The difference to pre-norm (below 0: better) after 1 to 16 MB, {len(lead.SEEDS)} new seeds, with the settings "
+    text += "that were tuned at 1 MB. Each length is a run of its own with its own schedule. The runs of 4,000 steps are those of "
+    text += "the table above."
+    head = ("mode", "steps", "bytes per parameter", "difference", "verdict")
+    image = "![Difference to pre-norm against bytes per parameter](results/lead.png)"
+    command = "```sh\npython runs/lead.py --what=tokens\n```"
+    return f"## Does the lead last?\n\n{wrap(text)}\n\n{command}\n\n{image}\n\n{table(head, rows)}"
+
+
+def lead_figure(path):
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+    for i, (mode, of) in enumerate(lead_points().items()):
+        steps, differences, halves = zip(*of)
+        x = [each * per_parameter() * 1.03**i for each in steps]
+        axes.errorbar(x, differences, yerr=halves, fmt="o-", capsize=2, label=mode)
+    axes.axhline(0, color="0.7", lw=1)
+    axes.set(xscale="log", xlabel="training bytes per parameter")
+    axes.set_ylabel("validation loss minus pre-norm's")
+    axes.legend()
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    plt.close(figure)
+
+
+def oracle_text():
+    """How well scores predict what skipping a sublayer costs, from runs/oracle.py, or nothing."""
+    paths = sorted(RESULTS.glob("oracle_*.json"))
+    rows, trained = [], judged()[0]
+    for path in paths:
+        found, mode = json.loads(path.read_text()), path.stem.removeprefix("oracle_")
+        rise = statistics.mean(found.pop("rise"))
+        for score, of in found.items():
+            means = (statistics.mean(of[key]) for key in ("rank correlation", "regret"))
+            rows.append((mode, f"{rise:.3f}", score, *(f"{x:+.3f}" for x in means)))
+    if not rows:
+        return ""
+    text = "How much the loss rises (in nats, over the whole sequence) if one token skips one sublayer, for all tokens of 4,096 "
+    text += "and all sublayers of trained models without a mixture of depths, and how well scores predict that: the mean "
+    text += "over the sublayers of the rank correlation, and of the regret, which is how much more skipping 40% of the tokens by the score "
+    text += "costs per token than skipping the best 40%. Turn is NAG's router. The probe is fitted on half of the text; all "
+    text += "numbers are from the other half. The models are the first seed of the table of modes."
+    commands = "".join(
+        f"python train.py config/judge_8x64.py --residual={mode} --seed=1 {flags(trained[mode][0])} --out_dir=out/{mode}\n"
+        f"python runs/oracle.py --out_dir=out/{mode}\n"
+        for mode in dict.fromkeys(row[0] for row in rows)
+    )
+    head = ("mode", "mean rise", "score", "rank correlation", "regret")
+    return f"## The skip oracle\n\n{wrap(text)}\n\n```sh\n{commands}```\n\n{table(head, rows)}"
+
+
+def flags(settings):
+    return " ".join(f"--{key}={value}" for key, value in settings.items())
+
+
+def published():
+    """The published claims, with our measurements."""
+    text = "The figures in the second column are quoted from the papers, which README links. Short runs are those under "
+    text += "'Earlier, shorter runs'."
+    rows = claims.rows(judged()[0], Earlier())
+    return f"## Published claims\n\n{wrap(text)}\n\n{table(claims.HEAD, rows)}"
+
+
+# ------------------------------------------------------------------------------------------------
+# What each part of the recipe is worth
+
+
+def pyplot():
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def figure(path):
+    """What each part of the recipe is worth at equal time, with intervals."""
+    plt = pyplot()
     rows = [row for row in recipe.rows(find, measure=False) if row["equal"] or row["steps"]]
     rows = [row for row in rows if row["name"] != recipe.RECIPE]
     rows.sort(key=lambda row: (row["equal"] or row["steps"])[0])
@@ -410,11 +566,23 @@ def first_page():
     return f"![What each part of the default recipe is worth](results/recipe.png)\n\n{wrap(text)}\n"
 
 
+def verdicts():
+    """{mode: its verdict for README's table of modes}"""
+    trained, ratios = judged()
+    found = {judge.baseline: "the baseline"} if trained else {}
+    for mode, _, _, steps, word, _, _, at_time, _ in judge.rows(trained, ratios):
+        found[mode] = f"{word}, {steps}; at equal time {at_time}" if steps else "diverges"
+    return found
+
+
 def readme(text):
-    """README with its first page written anew."""
+    """README with its first page and the verdicts in its table of modes written anew."""
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
-    return before + START + first_page() + END + after
+    found = verdicts()
+    row = r"^(\|.*\| `(\w+)` \|.*\|)[^|]*\|$"
+    verdict = lambda match: f"{match[1]} {found.get(match[2], 'not judged yet')} |"
+    return before + START + first_page() + END + re.sub(row, verdict, after, flags=re.M)
 
 
 INTRO = """# Results
@@ -425,7 +593,18 @@ published ones. Losses are in nats per byte on validation text.
 """
 
 
-PARTS = (the_recipe, modes, rivals, earlier, conversion, imported, pruning, speed)
+PARTS = (
+    modes,
+    lead_text,
+    published,
+    the_recipe,
+    rivals,
+    earlier,
+    conversion,
+    imported,
+    pruning,
+    speed,
+)
 
 
 def markdown():
