@@ -11,7 +11,8 @@ import re
 import statistics
 import textwrap
 from collections import defaultdict
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 
 import claims
 import convert
@@ -77,6 +78,7 @@ def the_recipe():
     parts += "trained for the same time, if that was timed. The recipe of this table has ReLU² and a logit cap of 15; the default now has ReLU and no cap. "
     parts += f"The changes are not tuned. The loss is on {recipe.COMMON['eval_tokens']:,} bytes of validation text."
     text += f"\n{wrap(parts)}\n\n```sh\npython runs/recipe.py\n```\n\n"
+    text += "![What each part of the recipe is worth](results/recipe.png)\n\n"
     return text + table(recipe.HEAD, map(recipe.cells, recipe.rows(find, measure=False)))
 
 
@@ -92,23 +94,30 @@ def finished(name, runs, look=()):
     return found
 
 
+@cache
 def judged():
     """({mode: what judge.train returns}, {mode: quartiles of its time}) of the judged modes.
 
-    Empty if the baseline is not there.
+    Empty if the baseline is not among them.
     """
     scale, trained = study.parse([judge.SCALE]), {}
     lines_of = partial(finished, "judge")
-    ratios = study.race("judge", judge.timed(scale, RESIDUALS), measure=False)
-    for mode in dict.fromkeys([judge.baseline, *RESIDUALS]):
-        try:
-            extra = judge.lengths(ratios) if mode == judge.baseline else ()
-            trained[mode] = judge.train(scale, mode, lines_of, extra)
-        except LookupError:
-            if mode == judge.baseline:
-                return {}, {}
-    ratios = {mode: ratio for mode, ratio in ratios.items() if mode in trained}
-    return trained, ratios
+    for mode in RESIDUALS:
+        with suppress(LookupError):
+            trained[mode] = judge.train(scale, mode, lines_of)
+    if judge.baseline not in trained:
+        return {}, {}
+    for length in judge.LENGTHS:
+        with suppress(LookupError):
+            trained[judge.baseline][1].update(
+                judge.train(scale, judge.baseline, lines_of, [length])[1]
+            )
+    return trained, study.race("judge", judge.timed(scale, trained), measure=False)
+
+
+def core_hours(*studies):
+    lines = [line for study in studies for line in read(study) if line.get("step_s")]
+    return sum(line["steps"] * line["step_s"] for line in lines) / 3600
 
 
 def modes():
@@ -119,23 +128,17 @@ def modes():
         return ""
     text = "Each mode against pre-norm, both tuned alike: 8 blocks of width 64, 4 MB of text, "
     text += f"{judge.seeds} seeds, paired by seed, with 95% intervals. Below 0 is better. The loss is on half of the validation "
-    text += f"split; the other half tuned. With {len(rows)} modes, one verdict in twenty is wrong by chance. A row shows a "
-    text += "difference as large as its interval; smaller ones stay undecided."
+    text += f"split; the other half tuned. The interval is the smallest difference that a row could have seen. With {len(rows)} "
+    text += f"verdicts, one in twenty is wrong by chance. These runs and those of the next section took {core_hours('judge', 'lead'):.0f} hours of a CPU core."
     command = "```sh\npython runs/judge.py --residual=all\n```"
-    inside = "The first seed of each at the end, on 4,096 tokens: how much the norm of the stream grows from the embedding "
-    inside += "to the last block, the angle between the two, the largest mean attention to the first token, and the largest mean "
-    inside += "ratio of largest feature to rms in any block."
-    text = f"## The modes\n\n{wrap(text)}\n\n{command}\n\n{table(judge.HEAD, rows)}\n{wrap(inside)}\n\n"
-    head = (
-        "mode",
-        "growth",
-        "angle (degrees)",
-        "attention to the first token",
-        "largest feature / rms",
-    )
-    return text + table(
-        head, ((mode, *through_depth(of[1][1.0][0])) for mode, of in trained.items())
-    )
+    inside = "The first seed of each at the end, on 4,096 tokens: how many times larger the norm of the stream is after the last "
+    inside += "block than at the embedding, the angle between the two, the largest mean attention to the first token, and the "
+    inside += "largest mean ratio of the largest feature to the rms."
+    head = ("mode", "norm", "angle (degrees)", "attention to the first token")
+    head += ("largest feature / rms",)
+    measured = [(mode, *through_depth(of[1][1.0][0])) for mode, of in trained.items()]
+    tables = f"{table(judge.HEAD, rows)}\n{wrap(inside)}\n\n{table(head, measured)}"
+    return f"## The modes\n\n{wrap(text)}\n\n{command}\n\n{tables}"
 
 
 def through_depth(line):
@@ -159,6 +162,7 @@ def leads(what):
     return [row for row in lead.rows(runs, find) if row[0] != "prenorm"]
 
 
+@cache
 def lead_points():
     """{mode: [(steps, difference, half of its interval)]}: from lead.py, and at 4 MB the judge."""
     points = defaultdict(list)
@@ -167,7 +171,7 @@ def lead_points():
             points[mode].append((steps, *interval))
     trained, _ = judged()
     theirs = judge.losses(trained[judge.baseline][1][1.0]) if trained else []
-    for mode in points:
+    for mode in points.keys() & trained.keys():
         lines = trained[mode][1][1.0]
         points[mode].append((lines[0]["steps"], *paired(judge.losses(lines), theirs)))
     return {mode: sorted(of) for mode, of in points.items()}
@@ -555,15 +559,29 @@ START, END = "<!-- written by runs/report.py -->\n", "<!-- end -->"
 
 
 def first_page():
-    _, _, whole = default_run()
-    (theirs, _, seconds), (ours, _, our_seconds), _ = race(SPEED / "nanochat_8x128.txt")
-    text = f"`make train` reaches a validation loss of {whole:.3f} nats per byte. nanochat's model and optimizer reach {theirs} "
-    text += f"in {seconds} s, ours {ours} in {our_seconds} s (one run each, same machine). The figure shows what each part of our recipe is worth, for "
-    text += "the recipe before its last two changes (3 seeds, 95% intervals): changes above 0 make it worse. NAG and "
-    text += "Peri-norm change the loss far less than the largest parts do. Which mode is best is not settled, so pre-norm is the "
-    text += "default. The models are tiny and saw about one byte per parameter, so "
-    text += "take this as a hint for larger ones. [RESULTS.md](RESULTS.md) has all results."
-    return f"![What each part of the default recipe is worth](results/recipe.png)\n\n{wrap(text)}\n"
+    trained, ratios = judged()
+    line = trained[judge.baseline][1][1.0][0]
+    groups = defaultdict(list)
+    for mode, _, _, difference, word, *_ in judge.rows(trained, ratios):
+        groups[word].append(f"`{mode}`" + f" ({difference})" * bool(difference))
+    read = line["tokens"] / line["params"]
+    text = f"**What was found.** Each mode below was tuned like pre-norm and trained with {judge.seeds} seeds on {line['tokens'] / 1e6:.0f} MB of text, "
+    text += f"{read:.0f} bytes per parameter. "
+    for word in ("better", "undecided", "worse"):
+        if groups[word]:
+            text += f"{word.capitalize()} at equal steps: {', '.join(groups[word])}. "
+    for mode, of in lead_points().items():
+        (first, early, early_half), *_, (last, late, late_half) = of
+        text += f"The difference of `{mode}` goes from {early:+.3f} ± {early_half:.3f} at {first * per_parameter():.0f} bytes per parameter to "
+        text += f"{late:+.3f} ± {late_half:.3f} at {last * per_parameter():.0f} (the figure). "
+    parts = {row["name"]: row["steps"] for row in recipe.rows(find, measure=False)}
+    adamw, embeds = (parts[name][0] for name in ("AdamW, one rate", "no value embeddings"))
+    text += f"The recipe matters more: AdamW in place of Muon costs {adamw:+.2f}, and no value embeddings {embeds:+.2f}. "
+    text += "The models have half a million parameters: read this as a hint for larger ones. Intervals are 95%, over pairs of "
+    text += "seeds; negative is better than pre-norm. [RESULTS.md](RESULTS.md) has all results."
+    return (
+        f"![Difference to pre-norm against bytes per parameter](results/lead.png)\n\n{wrap(text)}\n"
+    )
 
 
 def verdicts():
@@ -615,3 +633,4 @@ if __name__ == "__main__":
     (ROOT / "RESULTS.md").write_text(markdown())
     (ROOT / "README.md").write_text(readme((ROOT / "README.md").read_text()))
     figure(RESULTS / "recipe.png")
+    lead_figure(RESULTS / "lead.png")
