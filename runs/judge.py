@@ -6,9 +6,10 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
     python runs/judge.py config/gpt2_124m.py --residual=nag    at another scale, on GPUs
     python runs/judge.py --residual=nag --rehearse=True        all of it at toy size
 
-1. Tune both modes alike: seed 0, a quarter of the steps, half of the validation split. Tune the
-   learning rate first, and extend its grid while the best value is at an edge. Then tune the
-   initialisation of the output projections, the gates' learning rate and the embeddings' rate.
+1. Tune both modes alike: seed 0, a quarter of the steps, a sample of one half of the validation
+   split. Tune the learning rate first, and extend its grid while the best value is at an edge. Then
+   tune the initialisation of the output projections, the gates' rate and the embeddings' rate.
+   Last, halve the learning rate while that is better at full length.
 2. Train both with new seeds for all steps. Evaluate on the other half of the validation split.
 3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
    "undecided".
@@ -69,22 +70,29 @@ def losses(lines):
     return [math.inf if line["loss"] is None else line["loss"] for line in lines]
 
 
-def best(scale, mode, choices, lines_of):
+def best(scale, mode, choices, lines_of, length=None):
     """The choice with the lowest loss of a tuning run."""
-    found = losses(lines_of([settings(scale, mode, each, 0, tune_share) for each in choices]))
+    length = length or tune_share
+    found = losses(lines_of([settings(scale, mode, each, 0, length) for each in choices]))
     return choices[found.index(min(found))]
+
+
+def with_rate(choice, rate):
+    """The choice with another learning rate. A gate_lr keeps its ratio to it."""
+    changed = choice | {"learning_rate": rate}
+    if "gate_lr" in choice:
+        changed["gate_lr"] = choice["gate_lr"] / choice["learning_rate"] * rate
+    return changed
 
 
 def best_rate(scale, mode, choice, rates, lines_of):
     """The choice with the best learning rate, from a grid that grows until the best is inside.
 
-    A gate_lr keeps its ratio to the learning rate. It says so if 7 rates are not enough.
+    It says so if 7 rates are not enough.
     """
-    factor = choice.get("gate_lr", 0.0) / choice.get("learning_rate", 1.0)
-    at = lambda rate: {"learning_rate": rate} | ({"gate_lr": factor * rate} if factor else {})
     rates = list(rates)
     while True:
-        found = best(scale, mode, [choice | at(rate) for rate in rates], lines_of)
+        found = best(scale, mode, [with_rate(choice, rate) for rate in rates], lines_of)
         at_edge = found["learning_rate"] in (rates[0], rates[-1])
         if not at_edge:
             return found
@@ -108,7 +116,16 @@ def tune(scale, mode, lines_of):
     if has_gates(mode):
         gates = [chosen | {"gate_lr": chosen["learning_rate"] * times} for times in (0.25, 4)]
         chosen = find([chosen, *gates])
-    return find([chosen, chosen | {"embed_lr": 0.025}])
+    return lower(scale, mode, find([chosen, chosen | {"embed_lr": 0.025}]), lines_of)
+
+
+def lower(scale, mode, choice, lines_of):
+    """Halve the learning rate while that is better at full length: longer runs need lower rates."""
+    while True:
+        half = with_rate(choice, choice["learning_rate"] / 2)
+        if best(scale, mode, [choice, half], lines_of, length=1.0) == choice:
+            return choice
+        choice = half
 
 
 def shape_of(scale):
@@ -170,9 +187,15 @@ def row(mode, choice, lines, theirs, ratios):
     at all three quartiles.
     """
     ours = losses(lines)
-    if math.inf in ours:
-        return [mode, f"{ours.count(math.inf)} of {len(ours)} runs diverged", *[""] * 7]
-    by_length = {length: losses(found) for length, found in theirs.items()}
+    wanted = (1.0, *lengths({mode: ratios}))
+    by_length = {length: losses(theirs[length]) for length in wanted if length in theirs}
+    for of, found in ((mode, ours), *((baseline, found) for found in by_length.values())):
+        if math.inf in found:
+            return [
+                mode,
+                f"{found.count(math.inf)} of {len(found)} runs of {of} diverged",
+                *[""] * 7,
+            ]
     at_steps = paired(ours, by_length[1.0])
     known = min(by_length) <= ratios[0] and ratios[-1] <= max(by_length)
     at_time = [gap_at(ratio, ours, by_length) for ratio in ratios] if known else []
@@ -203,14 +226,14 @@ def timed(scale, modes):
 def plan(scale, modes, extra):
     """A Progress for the runs that are left. Prints how long they will take.
 
-    It counts 9 tuning runs per mode, and times a short run of the baseline. extra: {mode: its extra
-    lengths}
+    It counts 9 tuning runs per mode and 2 at full length, and times a short run of the baseline.
+    extra: {mode: its extra lengths}
     """
     usual = {"learning_rate": RATES[1]}
     price = lambda mode, seed, length: study.cost(settings(scale, mode, usual, seed, length))
     cost = 0
     for mode in modes:
-        whole = 9 * price(mode, 0, tune_share)
+        whole = 9 * price(mode, 0, tune_share) + 2 * price(mode, 0, 1.0)
         whole += sum(seeds * price(mode, 1, length) for length in (1.0, *extra[mode]))
         cost += max(0, whole - done(scale, mode))
     one = settings(scale, baseline, usual, 1)

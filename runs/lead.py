@@ -39,11 +39,12 @@ NAG = {
     "not centred": {"nag_centre": False},
     "no norm lane": {"nag_lane": False},
 }
-PLANS = {  # ({name: changes of NAG, or None: the mode itself}, what varies, its values)
+AROUND = (0.5, 1.0, 2.0)  # learning rates to try, over the one that the judge found
+PLANS = {  # {name: changes of NAG, or None: the mode itself}, what varies, its values, rates to try
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "orthogonal", "ngpt")),
-               "max_iters", (1000, 2000, 8000, 16000)),  # 4000: the judge's
-    "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 8, 16, 32, 64)),
-    "nag": ({"prenorm": None} | NAG, "max_iters", (4000, 16000)),
+               "max_iters", (1000, 2000, 8000, 16000), (1.0,)),  # 4000: the judge's runs
+    "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 8, 16, 32, 64), AROUND),
+    "nag": ({"prenorm": None} | NAG, "max_iters", (4000, 16000), AROUND),
 }  # fmt: skip
 
 
@@ -62,25 +63,23 @@ def tuned(name, change, scale, rates_around, lines_of):
 
 def part(plan):
     """A plan with only the names and values asked for."""
-    changes, axis, full = plan
+    changes, axis, full, rates_around = plan
     wanted = ("prenorm", *names.split(",")) if names else changes
     some = [int(value) for value in values.split(",")] if values else full
     unknown = {*wanted} - {*changes} | {*some} - {*full}
     if unknown:
         choices = ", ".join(map(str, (*changes, *full)))
         raise SystemExit(f"{', '.join(map(str, unknown))}: choose from {choices}")
-    return {name: changes[name] for name in wanted}, axis, some
+    return {name: changes[name] for name in wanted}, axis, some, rates_around
 
 
-def runs_of(changes, axis, values, lines_of):
+def runs_of(changes, axis, values, rates_around, lines_of):
     """{(name, value): [the settings of each seed]}. lines_of: study.run, or one that only reads."""
     scale, runs = study.parse([judge.SCALE]), {}
     for value in values:
         for name, change in changes.items():
             here = scale | {axis: value}
             shape = scale if axis == "max_iters" else here  # tuned once for all lengths
-            as_judged = shape is scale and change is None
-            rates_around = (1.0,) if as_judged else (0.5, 1.0, 2.0)
             own = tuned(name, change, shape, rates_around, lines_of)
             runs[name, value] = [judge.settings(here, own["residual"], own, s) for s in SEEDS]
     return runs

@@ -153,11 +153,12 @@ def main():
     ]
     rises = torch.cat([each for each, _ in found], dim=1)
     seen = {k: torch.cat([each[k] for _, each in found], dim=1) for k in found[0][1]}
-    report = {"rise": rises.mean(1).tolist()} | compare(rises, seen)
-    for name, row in report.items():
-        if name != "rise":
-            means = {k: sum(v) / len(v) for k, v in row.items()}
-            print(f"{name:<8} " + ", ".join(f"{k} {v:+.4f}" for k, v in means.items()))
+    scores = compare(rises, seen)
+    for name, row in scores.items():
+        means = {k: sum(v) / len(v) for k, v in row.items()}
+        print(f"{name:<8} " + ", ".join(f"{k} {v:+.4f}" for k, v in means.items()))
+    rise = rises[:, rises.size(1) // 2 :].mean(1).tolist()
+    report = {"tokens": rises.size(1), "rate": rate, "rise": rise, "scores": scores}
     write_json(os.path.join(out_dir, "oracle.json"), report)
 
 

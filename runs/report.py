@@ -26,6 +26,7 @@ from model import RESIDUALS
 
 RESULTS, SPEED = ROOT / "results", ROOT / "results" / "speed"
 WIDTH = 120
+SEEDS = range(1, judge.seeds + 1)
 
 
 def wrap(text):
@@ -86,7 +87,7 @@ def the_recipe():
 # The modes
 
 
-def finished(name, runs, look=()):
+def must_find(name, runs, look=()):
     """The lines of runs in a study. Raises LookupError if one is missing; trains nothing."""
     found = find(name, runs)
     if None in found:
@@ -101,17 +102,16 @@ def judged():
     Empty if the baseline is not among them.
     """
     scale, trained = study.parse([judge.SCALE]), {}
-    lines_of = partial(finished, "judge")
     for mode in RESIDUALS:
         with suppress(LookupError):
-            trained[mode] = judge.train(scale, mode, lines_of)
+            trained[mode] = judge.train(scale, mode, partial(must_find, "judge"))
     if judge.baseline not in trained:
         return {}, {}
+    choice, theirs = trained[judge.baseline]
     for length in judge.LENGTHS:
+        runs = [judge.settings(scale, judge.baseline, choice, s, length) for s in SEEDS]
         with suppress(LookupError):
-            trained[judge.baseline][1].update(
-                judge.train(scale, judge.baseline, lines_of, [length])[1]
-            )
+            theirs[length] = must_find("judge", runs)
     return trained, study.race("judge", judge.timed(scale, trained), measure=False)
 
 
@@ -127,23 +127,26 @@ def modes():
     if not rows:
         return ""
     text = "Each mode against pre-norm, both tuned alike: 8 blocks of width 64, 4 MB of text, "
-    text += f"{judge.seeds} seeds, paired by seed, with 95% intervals. Below 0 is better. The loss is on half of the validation "
-    text += f"split; the other half tuned. The interval is the smallest difference that a row could have seen. With {len(rows)} "
-    text += f"verdicts, one in twenty is wrong by chance. These runs and those of the next section took {core_hours('judge', 'lead'):.0f} hours of a CPU core."
+    text += f"{judge.seeds} seeds, paired by seed, with 95% intervals. Below 0 is better. The loss is on one half of the validation "
+    text += f"split; {judge.TUNE_TOKENS:,} bytes of the other half were for tuning. A difference smaller than its interval is "
+    text += "undecided. At equal time, the verdict must also be the same at the quartiles of the step time. Of the verdicts on modes "
+    text += "that are equal to pre-norm, one in twenty is wrong by chance. These runs and those of the next section took "
+    text += f"{core_hours('judge', 'lead'):.0f} hours of a CPU core."
     command = "```sh\npython runs/judge.py --residual=all\n```"
     inside = "The first seed of each at the end, on 4,096 tokens: how many times larger the norm of the stream is after the last "
     inside += "block than at the embedding, the angle between the two, the largest mean attention to the first token, and the "
     inside += "largest mean ratio of the largest feature to the rms."
     head = ("mode", "norm", "angle (degrees)", "attention to the first token")
     head += ("largest feature / rms",)
-    measured = [(mode, *through_depth(of[1][1.0][0])) for mode, of in trained.items()]
+    firsts = {mode: of[1][1.0][0] for mode, of in trained.items()}
+    measured = [(mode, *through_depth(line)) for mode, line in firsts.items() if "depth" in line]
     tables = f"{table(judge.HEAD, rows)}\n{wrap(inside)}\n\n{table(head, measured)}"
     return f"## The modes\n\n{wrap(text)}\n\n{command}\n\n{tables}"
 
 
 def through_depth(line):
     depth = line["depth"]
-    yield f"{depth['norm'][-1] / depth['norm'][0]:.1f}"
+    yield f"{claims.growth(depth):.1f}"
     yield f"{depth['from embedding'][-1]:.0f}"
     yield f"{max(depth['sink']):.2f}"
     yield f"{max(depth['max/rms']):.1f}"
@@ -151,14 +154,12 @@ def through_depth(line):
 
 def leads(what):
     """The rows of runs/lead.py that have finished."""
-    changes, axis, values = lead.PLANS[what]
+    changes, axis, values, around = lead.PLANS[what]
     runs = {}
     for name, change in changes.items():
         for value in values:
-            try:
-                runs |= lead.runs_of({name: change}, axis, [value], finished)
-            except LookupError:
-                continue
+            with suppress(LookupError):
+                runs |= lead.runs_of({name: change}, axis, [value], around, must_find)
     return [row for row in lead.rows(runs, find) if row[0] != "prenorm"]
 
 
@@ -169,11 +170,10 @@ def lead_points():
     for mode, steps, loss, *interval in leads("tokens"):
         if loss is not None:
             points[mode].append((steps, *interval))
-    trained, _ = judged()
-    theirs = judge.losses(trained[judge.baseline][1][1.0]) if trained else []
+    trained = claims.complete(judged()[0])
     for mode in points.keys() & trained.keys():
-        lines = trained[mode][1][1.0]
-        points[mode].append((lines[0]["steps"], *paired(judge.losses(lines), theirs)))
+        pair = (claims.losses(trained, each) for each in (mode, judge.baseline))
+        points[mode].append((trained[mode][1][1.0][0]["steps"], *paired(*pair)))
     return {mode: sorted(of) for mode, of in points.items()}
 
 
@@ -184,7 +184,7 @@ def per_parameter():
 
 
 def lead_text():
-    """How the lead of each mode changes with tokens."""
+    """How the lead of each mode changes with tokens, with blocks, and with changes of NAG."""
     points = lead_points()
     if not points:
         return ""
@@ -196,7 +196,14 @@ def lead_text():
     head = ("mode", "steps", "bytes per parameter", "difference", "verdict")
     image = "![Difference to pre-norm against bytes per parameter](results/lead.png)"
     command = "```sh\npython runs/lead.py --what=tokens\n```"
-    return f"## Does the lead last?\n\n{wrap(text)}\n\n{command}\n\n{image}\n\n{table(head, rows)}"
+    text = f"## Does the lead last?\n\n{wrap(text)}\n\n{command}\n\n{image}\n\n{table(head, rows)}"
+    for what, title in (("blocks", "blocks"), ("nag", "steps")):
+        rows = [(name, f"{value:,}", f"{loss:.4f}", plus_minus(interval))
+                for name, value, loss, *interval in leads(what) if loss is not None]  # fmt: skip
+        if rows:
+            text += f"\n```sh\npython runs/lead.py --what={what}\n```\n\n"
+            text += table(("mode or change", title, "loss", "difference to pre-norm"), rows)
+    return text
 
 
 def lead_figure(path):
@@ -216,38 +223,37 @@ def lead_figure(path):
 
 def oracle_text():
     """How well scores predict what skipping a sublayer costs, from runs/oracle.py, or nothing."""
-    paths = sorted(RESULTS.glob("oracle_*.json"))
-    rows, trained = [], judged()[0]
-    for path in paths:
+    rows, commands, trained = [], "", judged()[0]
+    for path in sorted(RESULTS.glob("oracle_*.json")):
         found, mode = json.loads(path.read_text()), path.stem.removeprefix("oracle_")
-        rise = statistics.mean(found.pop("rise"))
-        for score, of in found.items():
+        own = " ".join(f"--{key}={value}" for key, value in trained[mode][0].items())
+        commands += f"python train.py config/judge_8x64.py --residual={mode} --seed=1 {own} --out_dir=out/{mode}\n"
+        commands += f"python runs/oracle.py --out_dir=out/{mode} && cp out/{mode}/oracle.json {path.relative_to(ROOT)}\n"
+        for score, of in found["scores"].items():
             means = (statistics.mean(of[key]) for key in ("rank correlation", "regret"))
-            rows.append((mode, f"{rise:.3f}", score, *(f"{x:+.3f}" for x in means)))
+            rows.append(
+                (
+                    mode,
+                    score,
+                    *(f"{x:+.3f}" for x in means),
+                    f"{statistics.mean(found['rise']):.3f}",
+                )
+            )
     if not rows:
         return ""
-    text = "How much the loss rises (in nats, over the whole sequence) if one token skips one sublayer, for all tokens of 4,096 "
-    text += "and all sublayers of trained models without a mixture of depths, and how well scores predict that: the mean "
-    text += "over the sublayers of the rank correlation, and of the regret, which is how much more skipping 40% of the tokens by the score "
-    text += "costs per token than skipping the best 40%. Turn is NAG's router. The probe is fitted on half of the text; all "
-    text += "numbers are from the other half. The models are the first seed of the table of modes."
-    commands = "".join(
-        f"python train.py config/judge_8x64.py --residual={mode} --seed=1 {flags(trained[mode][0])} --out_dir=out/{mode}\n"
-        f"python runs/oracle.py --out_dir=out/{mode}\n"
-        for mode in dict.fromkeys(row[0] for row in rows)
-    )
-    head = ("mode", "mean rise", "score", "rank correlation", "regret")
+    text = "How much does the loss of a sequence rise (in nats) if one token skips one sublayer, and which score predicts it? "
+    text += f"For {found['tokens']:,} tokens and all sublayers of models without a mixture of depths, the first seed of the table of modes. "
+    text += "We show the mean over sublayers of the rank correlation, and of the regret: if the "
+    text += f"{found['rate']:.0%} of the tokens with the lowest scores skip, the mean of their rises, minus the lowest possible mean. The "
+    text += "score `turn` is that of NAG's router, and `probe` is fitted on half of the text. All numbers are from the other half."
+    head = ("mode", "score", "rank correlation", "regret", "mean rise of all tokens")
     return f"## The skip oracle\n\n{wrap(text)}\n\n```sh\n{commands}```\n\n{table(head, rows)}"
-
-
-def flags(settings):
-    return " ".join(f"--{key}={value}" for key, value in settings.items())
 
 
 def published():
     """The published claims, with our measurements."""
-    text = "The figures in the second column are quoted from the papers, which README links. Short runs are those under "
-    text += "'Earlier, shorter runs'."
+    text = "The second column quotes the papers that README links; the last rows are about popular examples without a paper. "
+    text += "Short runs are those under 'Earlier, shorter runs'."
     rows = claims.rows(judged()[0], Earlier())
     return f"## Published claims\n\n{wrap(text)}\n\n{table(claims.HEAD, rows)}"
 
@@ -319,7 +325,7 @@ def earlier():
     rows = [
         ("Without a skip connection nothing is learned beyond the frequency of bytes",
          f"none {e.mean('additive', 'none')}, pre-norm {e.mean('additive', 'prenorm')}"),
-        ("NAG's lead over pre-norm after 500 steps grows from 8 to 16 blocks, but not from 16 to 32",
+        ("NAG's lead over pre-norm after 500 steps grows from 8 to 16 blocks",
          ", ".join(f"{n} blocks {e.gap('nag_depth', f'nag_{n}', f'prenorm_{n}')}" for n in (8, 16, 32))),
         ("After 250 steps, NAG's rotation alone gives almost half of NAG's lead; each other part is within the noise",
          f"rotation alone against pre-norm {e.gap(ladder, 'rotation_only', 'prenorm')}, "
@@ -336,7 +342,7 @@ def earlier():
         ("Predicting BHyT's second variance has no cost visible in these runs",
          f"predicted against exact {e.gap(norms, 'bhyt', 'bhyt_exact')}; with pre-norm "
          f"{e.gap(norms, 'prenorm_approx', 'prenorm')}"),
-        ("BHyT's loss varies least over learning rates from 0.001 to 0.03",
+        ("Of three modes, BHyT's loss varies least over learning rates from 0.001 to 0.03",
          ", ".join(f"{n} {e.range_over_rates(norms, n)}" for n in ("bhyt", "prenorm", "dyt"))),
         ("In a mixture of depths at 20%, a random router is worse than dense; the others are within the noise",
          f"NAG's router {e.gap(table_of_mod, 'nag_0.2', 'dense')}, without its fallback "
@@ -351,9 +357,9 @@ def earlier():
     ]  # fmt: skip
     text = """## Earlier, shorter runs
 
-These runs saw 0.06 to 5 bytes per parameter, with AdamW and unequal starts of the output projections. The studies that
-replace them are not finished, so take the differences as hints. They are paired by seed (3 seeds), with 95% intervals;
-below 0 is better. `results/earlier.jsonl` has all of these runs.
+These runs saw 0.06 to 5 bytes per parameter, with AdamW and unequal starts of the output projections, and the learning
+rate was chosen on the first of the seeds shown. Take the differences as hints. They are paired by seed (3 seeds), with
+95% intervals; below 0 is better. `results/earlier.jsonl` has all of these runs.
 
 """
     return text + table(("finding", "losses and differences"), rows)
@@ -558,30 +564,36 @@ changing order). All ran on 2 CPU cores with AVX512-bf16 and no AMX. Across tabl
 START, END = "<!-- written by runs/report.py -->\n", "<!-- end -->"
 
 
+WORDS = ("better", "undecided", "worse", "diverged")  # verdicts
+
+
 def first_page():
+    """The figure and what was found, or only the default run if nothing is judged yet."""
     trained, ratios = judged()
+    _, _, whole = default_run()
+    text = f"`make train` ends at a validation loss of {whole:.3f} nats per byte. "
+    if not trained:
+        return wrap(text) + "\n"
     line = trained[judge.baseline][1][1.0][0]
+    size, per = line["params"] / 1e6, line["tokens"] / line["params"]
+    text += "**Found so far:** at equal steps, "
     groups = defaultdict(list)
     for mode, _, _, difference, word, *_ in judge.rows(trained, ratios):
-        groups[word].append(f"`{mode}`" + f" ({difference})" * bool(difference))
-    read = line["tokens"] / line["params"]
-    text = f"**What was found.** Each mode below was tuned like pre-norm and trained with {judge.seeds} seeds on {line['tokens'] / 1e6:.0f} MB of text, "
-    text += f"{read:.0f} bytes per parameter. "
-    for word in ("better", "undecided", "worse"):
-        if groups[word]:
-            text += f"{word.capitalize()} at equal steps: {', '.join(groups[word])}. "
+        groups[word or "diverged"].append(f"`{mode}`" + f" ({difference})" * bool(difference))
+    text += "; ".join(f"{word}: {', '.join(groups[word])}" for word in WORDS if word in groups)
+    text += f". (Difference of the loss to pre-norm, negative is better; {size:.1f}M parameters, {per:.0f} bytes of text per "
+    text += f"parameter, both modes tuned alike, {judge.seeds} seeds, 95% intervals.) "
     for mode, of in lead_points().items():
-        (first, early, early_half), *_, (last, late, late_half) = of
-        text += f"The difference of `{mode}` goes from {early:+.3f} ± {early_half:.3f} at {first * per_parameter():.0f} bytes per parameter to "
-        text += f"{late:+.3f} ± {late_half:.3f} at {last * per_parameter():.0f} (the figure). "
-    parts = {row["name"]: row["steps"] for row in recipe.rows(find, measure=False)}
-    adamw, embeds = (parts[name][0] for name in ("AdamW, one rate", "no value embeddings"))
-    text += f"The recipe matters more: AdamW in place of Muon costs {adamw:+.2f}, and no value embeddings {embeds:+.2f}. "
-    text += "The models have half a million parameters: read this as a hint for larger ones. Intervals are 95%, over pairs of "
-    text += "seeds; negative is better than pre-norm. [RESULTS.md](RESULTS.md) has all results."
-    return (
-        f"![Difference to pre-norm against bytes per parameter](results/lead.png)\n\n{wrap(text)}\n"
-    )
+        at = [f"{d:+.3f} ± {half:.3f} after {steps * per_parameter():.0f}" for steps, d, half in of]
+        text += f"`{mode}` in longer and shorter runs, the figure: {', '.join(at)} bytes per parameter. "
+    parts = {
+        row["name"]: row["steps"][0] for row in recipe.rows(find, measure=False) if row["steps"]
+    }
+    text += f"The recipe: AdamW in place of Muon costs {parts['AdamW, one rate']:+.2f}, no value embeddings "
+    text += f"{parts['no value embeddings']:+.2f} (8 blocks of width 128, 800 steps). "
+    text += "Such small models give hints for larger ones, no more. [RESULTS.md](RESULTS.md) has all results."
+    image = "![Difference to pre-norm against bytes per parameter](results/lead.png)\n\n"
+    return image * bool(lead_points()) + wrap(text) + "\n"
 
 
 def verdicts():
@@ -633,4 +645,5 @@ if __name__ == "__main__":
     (ROOT / "RESULTS.md").write_text(markdown())
     (ROOT / "README.md").write_text(readme((ROOT / "README.md").read_text()))
     figure(RESULTS / "recipe.png")
-    lead_figure(RESULTS / "lead.png")
+    if lead_points():
+        lead_figure(RESULTS / "lead.png")

@@ -49,7 +49,7 @@ OF_PLACE = set(
     "wandb_project device loss_chunk recompute shard log_grad_norms".split()
 )
 POINTS = 40  # most points per curve
-ROUNDS = 15  # rounds per race
+ROUNDS, STEPS = 15, 8  # rounds per race, and steps of each run per round
 # keys of eval.json that a line keeps
 DEPTH = ("norm", "rotation", "from embedding", "update", "max/rms", "kurtosis", "sink", "dropped")
 DEPTH += ("a", "norm and entropy", "norm and loss")
@@ -199,8 +199,8 @@ def train(settings, device, folder, look, lock=None):
         given["init_from"] = "auto"
     argv = [f"--{k}={v}" for k, v in given.items()]
     done = subprocess.run([sys.executable, TRAIN, *argv], **how)  # a finished run ends at once
-    found = None if done.returncode else summary(folder)
-    if found is None:
+    found = summary(folder)
+    if found is None or (done.returncode and found["loss"] is not None):
         raise SystemExit(f"{folder} did not finish: see the message of train.py above")
     if look and found["loss"] is not None:
         where = [f"--out_dir={folder}", f"--device={device}"]
@@ -296,11 +296,12 @@ def run(study, runs, look=(), keep=False, progress=None):
 
 def find(study, runs):
     """The lines of runs, in their order; None for those that have not finished. Trains nothing."""
-    lines = finished(study)
+    keys = [key(settings) for settings in runs]
+    lines = {name: line for name, line in finished(study).items() if name[0] in keys}
     if len({name[1:] for name in lines}) > 1:
         raise SystemExit(f"{study}: its runs have different data, devices, dtypes or compilation")
     by_key = {name[0]: line for name, line in lines.items()}
-    return [by_key.get(key(settings)) for settings in runs]
+    return [by_key.get(each) for each in keys]
 
 
 def probe(settings, steps=30):
@@ -335,9 +336,9 @@ def locked(study, name, settings, device, look, keep):
 def race(study, runs, measure=True):
     """Time runs against the first. runs: {name: settings}. Returns {name: quartiles of the ratio}.
 
-    The ratio is seconds per token over the first run's. Steps are timed in turn in this process;
-    keep the machine quiet. Results are kept as lines with "race", both keys, and "ratio".
-    measure=False: return only kept results.
+    The ratio is seconds per token over the first run's. Runs take turns in this process, STEPS
+    steps at a time, with one thread as in training; keep the machine quiet. Results are kept as
+    lines with "race", both keys, and "ratio". measure=False: return only kept results.
     """
     names = [key(settings) for settings in runs.values()]
     lines = [line for line in read(study) if "race" in line]
@@ -349,6 +350,7 @@ def race(study, runs, measure=True):
     if missing and measure:
         bench.adopt({"device": str(pick_device(DEFAULTS["device"]))})
         bench.dtype = pick_dtype("auto", bench.device.split(":")[0])
+        torch.set_num_threads(1)
         torch._dynamo.config.recompile_limit = 256
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         first = next(iter(runs))
@@ -367,14 +369,15 @@ def race(study, runs, measure=True):
 
 
 def stepper(full):
-    """A function that runs one micro-step and its optimizer step."""
+    """A function that runs STEPS micro-steps, each with its optimizer step."""
     bench.batch_size, bench.rounds = full["batch_size"], ROUNDS
     config = GPTConfig(**{field.name: full[field.name] for field in fields(GPTConfig)})
     device = bench.device.split(":")[0]
     compiled = can_compile(device) if full["compile"] is None else full["compile"]
     how = {"compile": compiled, "precision": pick_dtype(full["dtype"], device)}
     how |= {"loss_chunk": full["loss_chunk"], "recompute": full["recompute"]}
-    return bench.stepper(config, muon=full["optimizer"] == "muon", **how)[0]
+    step = bench.stepper(config, muon=full["optimizer"] == "muon", **how)[0]
+    return lambda: [step() for _ in range(STEPS)]
 
 
 # ------------------------------------------------------------------------------------------------
