@@ -9,7 +9,7 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
 1. Tune both modes alike: seed 0, a quarter of the steps, a sample of one half of the validation
    split. Tune the learning rate first, and extend its grid while the best value is at an edge. Then
    tune the initialisation of the output projections, the gates' rate and the embeddings' rate.
-   Last, halve the learning rate while that is better at full length.
+   Last, try lower learning rates at full length.
 2. Train both with new seeds for all steps. Evaluate on the other half of the validation split.
 3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
    "undecided".
@@ -116,16 +116,20 @@ def tune(scale, mode, lines_of):
     if has_gates(mode):
         gates = [chosen | {"gate_lr": chosen["learning_rate"] * times} for times in (0.25, 4)]
         chosen = find([chosen, *gates])
-    return lower(scale, mode, find([chosen, chosen | {"embed_lr": 0.025}]), lines_of)
+    return at_full_length(scale, mode, find([chosen, chosen | {"embed_lr": 0.025}]), lines_of)
 
 
-def lower(scale, mode, choice, lines_of):
-    """Halve the learning rate while that is better at full length: longer runs need lower rates."""
+def at_full_length(scale, mode, choice, lines_of):
+    """The best learning rate at full length: longer runs may need lower rates.
+
+    Tries a half and a quarter of the rate, and lower ones while the lowest is best.
+    """
+    choices = [with_rate(choice, choice["learning_rate"] / n) for n in (1, 2, 4)]
     while True:
-        half = with_rate(choice, choice["learning_rate"] / 2)
-        if best(scale, mode, [choice, half], lines_of, length=1.0) == choice:
-            return choice
-        choice = half
+        found = best(scale, mode, choices, lines_of, length=1.0)
+        if found != choices[-1]:
+            return found
+        choices.append(with_rate(found, found["learning_rate"] / 2))
 
 
 def shape_of(scale):
@@ -226,14 +230,14 @@ def timed(scale, modes):
 def plan(scale, modes, extra):
     """A Progress for the runs that are left. Prints how long they will take.
 
-    It counts 9 tuning runs per mode and 2 at full length, and times a short run of the baseline.
+    It counts 9 tuning runs per mode and 3 at full length, and times a short run of the baseline.
     extra: {mode: its extra lengths}
     """
     usual = {"learning_rate": RATES[1]}
     price = lambda mode, seed, length: study.cost(settings(scale, mode, usual, seed, length))
     cost = 0
     for mode in modes:
-        whole = 9 * price(mode, 0, tune_share) + 2 * price(mode, 0, 1.0)
+        whole = 9 * price(mode, 0, tune_share) + 3 * price(mode, 0, 1.0)
         whole += sum(seeds * price(mode, 1, length) for length in (1.0, *extra[mode]))
         cost += max(0, whole - done(scale, mode))
     one = settings(scale, baseline, usual, 1)
