@@ -162,6 +162,15 @@ def test_intervals_and_interpolation():
         study.at_length(99, by_length)
 
 
+def test_the_interval_of_a_median_contains_it_in_95_of_100_cases():
+    draws = torch.randn(400, 45, generator=torch.Generator().manual_seed(0)).exp().tolist()
+    intervals = [study.median_interval(values) for values in draws]
+    inside = sum(low <= 1 <= high for low, _, high in intervals)  # the median of exp(normal) is 1
+    assert 0.93 <= inside / 400 <= 0.99
+    assert all(low <= middle <= high for low, middle, high in intervals)
+    assert study.median_interval([3.0, 1.0, 2.0]) == (1.0, 2.0, 3.0)
+
+
 @cases("gain, ratio, words", [
     (0.05, 1.0, ("better", "better")), (0.05, 1.5, ("better", "worse")),
     (-0.05, 1.0, ("worse", "worse")), (0.0, 1.0, ("undecided", "undecided")),

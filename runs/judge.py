@@ -154,8 +154,8 @@ def has_gates(mode):
 
 
 def lengths(ratios):
-    """The extra lengths of the baseline that these {mode: quartiles of the time} need."""
-    slowest = max(quartiles[-1] for quartiles in ratios.values())
+    """The extra lengths of the baseline that these {mode: interval of the time} need."""
+    slowest = max(interval[-1] for interval in ratios.values())
     return LENGTHS[: 2 + sum(length < slowest for length in LENGTHS[1:])]
 
 
@@ -185,21 +185,19 @@ def verdict(intervals):
 
 
 def row(mode, choice, lines, theirs, ratios):
-    """A row of the table. theirs: {length: lines of the baseline}. ratios: quartiles of the time.
+    """A row of the table.
 
+    theirs: {length: lines of the baseline}. ratios: the time over the baseline's, a median_interval.
     At equal time, the baseline's loss is interpolated for each seed. The verdict must be the same
-    at all three quartiles.
+    at both ends of the time's interval.
     """
     ours = losses(lines)
     wanted = (1.0, *lengths({mode: ratios}))
     by_length = {length: losses(theirs[length]) for length in wanted if length in theirs}
     for of, found in ((mode, ours), *((baseline, found) for found in by_length.values())):
         if math.inf in found:
-            return [
-                mode,
-                f"{found.count(math.inf)} of {len(found)} runs of {of} diverged",
-                *[""] * 7,
-            ]
+            count = f"{found.count(math.inf)} of {len(found)} runs of {of} diverged"
+            return [mode, count, *[""] * 7]
     at_steps = paired(ours, by_length[1.0])
     known = min(by_length) <= ratios[0] and ratios[-1] <= max(by_length)
     at_time = [gap_at(ratio, ours, by_length) for ratio in ratios] if known else []

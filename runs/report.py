@@ -97,7 +97,7 @@ def must_find(name, runs, look=()):
 
 @cache
 def judged():
-    """({mode: what judge.train returns}, {mode: quartiles of its time}) of the judged modes.
+    """({mode: what judge.train returns}, {mode: median_interval of its time}) of the judged modes.
 
     Empty if the baseline is not among them.
     """
@@ -129,7 +129,7 @@ def modes():
     text = "Each mode against pre-norm, both tuned alike: 8 blocks of width 64, 4 MB of text, "
     text += f"{judge.seeds} seeds, paired by seed, with 95% intervals. Below 0 is better. The loss is on one half of the validation "
     text += f"split; {judge.TUNE_TOKENS:,} bytes of the other half were for tuning. A difference smaller than its interval is "
-    text += "undecided. At equal time, the verdict must also be the same at the quartiles of the step time. Of the verdicts on modes "
+    text += "undecided. At equal time, the verdict must be the same at both ends of the 95% interval of the step time. Of the verdicts on modes "
     text += "that are equal to pre-norm, one in twenty is wrong by chance. These runs and those of the next section took "
     text += f"{core_hours('judge', 'lead'):.0f} hours of a CPU core."
     command = "```sh\npython runs/judge.py --residual=all\n```"

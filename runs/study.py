@@ -49,7 +49,7 @@ OF_PLACE = set(
     "wandb_project device loss_chunk recompute shard log_grad_norms".split()
 )
 POINTS = 40  # most points per curve
-ROUNDS, STEPS = 15, 8  # rounds per race, and steps of each run per round
+ROUNDS, STEPS = 45, 4  # rounds per race, and steps of each run per round
 # keys of eval.json that a line keeps
 DEPTH = ("norm", "rotation", "from embedding", "update", "max/rms", "kurtosis", "sink", "dropped")
 DEPTH += ("a", "norm and entropy", "norm and loss")
@@ -334,7 +334,7 @@ def locked(study, name, settings, device, look, keep):
 
 
 def race(study, runs, measure=True):
-    """Time runs against the first. runs: {name: settings}. Returns {name: quartiles of the ratio}.
+    """Time runs against the first. runs: {name: settings}. Returns {name: median_interval}.
 
     The ratio is seconds per token over the first run's. Runs take turns in this process, STEPS
     steps at a time, with one thread as in training; keep the machine quiet. Results are kept as
@@ -359,7 +359,7 @@ def race(study, runs, measure=True):
         for name in missing:
             per = settings[first]["batch_size"] / settings[name]["batch_size"]
             ratios = [a / b * per for a, b in zip(times[name], times[first])]
-            ratio = [round(r, 4) for r in statistics.quantiles(ratios, n=4)]
+            ratio = [round(r, 4) for r in median_interval(ratios)]
             known[names[0], key(runs[name])] = ratio
             where = {"computes": computes, "machine": device_name(torch.device(bench.device))}
             where["threads"] = torch.get_num_threads()
@@ -392,6 +392,16 @@ def paired(a, b):
     n = len(differences)
     half = T95[n] * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
     return statistics.mean(differences), half
+
+
+def median_interval(values):
+    """The median of independent values between the ends of its 95% interval.
+
+    The number of values below the true median has mean n/2 and standard deviation sqrt(n)/2.
+    """
+    values = sorted(values)
+    below = max(0, math.floor((len(values) - 1.96 * math.sqrt(len(values))) / 2))
+    return values[below], statistics.median(values), values[-1 - below]
 
 
 def gap_at(length, losses, by_length):
