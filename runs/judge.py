@@ -187,7 +187,7 @@ def verdict(intervals):
 def row(mode, choice, lines, theirs, ratios):
     """A row of the table.
 
-    theirs: {length: lines of the baseline}. ratios: median_interval of the time over the baseline's.
+    theirs: {length: lines of the baseline}. ratios: median_interval of the time over its time.
     At equal time, the baseline's loss is interpolated for each seed. The verdict must be the same
     at both ends of the time's interval.
     """
