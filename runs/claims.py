@@ -2,8 +2,9 @@
 The published claims, with our measurements beside them: a part of RESULTS.md, which runs/report.py
 writes.
 
-A row: (claim, published figure, ours, verdict). Where there are intervals, a claim holds if they
-lie on its side of 0, does not hold if they lie on the other, and is undecided otherwise.
+A row: (claim, published figure, ours, verdict). With intervals, a claim holds if 0 is outside them
+and the sign is the claimed one, does not hold if the sign is the other, and is undecided if 0 is
+inside.
 """
 
 import json
@@ -16,9 +17,9 @@ from study import ROOT, paired, plus_minus
 
 HEAD = ("claim", "published", "ours", "verdict")
 STACKS = {
-    "A": "12 layers of ReLU without norm and skip: a fast drop, then a plateau",
-    "B": "The same from uniform[-0.5, 0.5]: explosion",
-    "C": "30 layers of GELU with norm and skip: smooth",
+    "A": "12 ReLU layers, no norm, no skip: the loss drops fast, then stalls",
+    "B": "The same, weights from U[-0.5, 0.5]: it explodes",
+    "C": "30 GELU layers with norm and skip: it falls smoothly",
 }
 PUBLISHED_1B = {"prenorm": 3.272, "lns": 3.271, "perinorm": 3.279, "dyt": 3.696, "bhyt": 3.254}
 
@@ -67,12 +68,12 @@ def losses(judged, mode):
 
 
 def complete(judged):
-    """The judged modes of which no seed diverged."""
+    """The judged modes without a diverged seed."""
     return {mode: judged[mode] for mode in judged if None not in losses(judged, mode)}
 
 
 def inside(judged, mode):
-    """What eval.py measured through depth in the first seed."""
+    """What eval.py measured by depth on the first seed."""
     return judged[mode][1][1.0][0]["depth"]
 
 
@@ -104,7 +105,12 @@ def nag(judged):
     if not {"prenorm", "nag"} <= judged.keys():
         return
     gap = paired(losses(judged, "nag"), losses(judged, "prenorm"))
-    yield "NAG's loss is lower than pre-norm's", "see above", plus_minus(gap), sign(gap)
+    yield (
+        "NAG's loss is lower than pre-norm's",
+        "yes (with experts: row above)",
+        plus_minus(gap),
+        sign(gap),
+    )
 
     theirs, ours = (inside(judged, mode) for mode in ("prenorm", "nag"))
     yield (
@@ -151,7 +157,7 @@ def depths(earlier):
         gaps[name] = paired(earlier.losses("isoflop", name), earlier.losses("isoflop", "dense"))
     found = "; ".join(f"{name.replace('_', ' ')}: {plus_minus(gap)}" for name, gap in gaps.items())
     yield (
-        "At equal FLOPs, skipping 20 to 25% of the tokens is as good as full depth",
+        "At equal FLOPs, skipping 20 to 25% of the tokens is at least as good as full depth",
         "equal",
         f"{found} (short runs)",
         all_of([sign(gaps["rate_0.2"]), sign(gaps["rate_0.25"])]),
@@ -166,7 +172,7 @@ def bhyt(judged, earlier):
     if "bhyt" in have and others:
         gaps = [paired(losses(judged, "bhyt"), losses(judged, mode)) for mode in others]
         found = ", ".join(f"against {m} {plus_minus(gap)}" for m, gap in zip(others, gaps))
-        word = f"{all_of([sign(gap) for gap in gaps])} at 0.5M"
+        word = f"{all_of([sign(gap) for gap in gaps])} at 0.5M parameters"
         yield "At 1B, BHyT has the lowest loss", order, f"bhyt {found}", word
         sizes = {mode: growth(inside(judged, mode)) for mode in have}
         yield (
@@ -192,9 +198,9 @@ def bhyt(judged, earlier):
             held(means["R2"] > 0.5),
         )
     for words, published, where in (
-        ("The forward of a 1B layer is faster than with RMSNorm", "by 7.7%",
+        ("BHyT's forward pass of a 1B layer is faster than pre-norm's", "by 7.7%",
          ("forward_1b_cpu", "forward", "bhyt")),
-        ("Training is faster than with RMSNorm", "by 15.8%, in a later version 1.6%",
+        ("Training with BHyT is faster than with pre-norm", "by 15.8% (1.6% in a later version)",
          ("train_12x512_cpu", "train", "bhyt")),
     ):  # fmt: skip
         ratio = speed(*where)
@@ -230,7 +236,7 @@ def classrooms():
         last[known["skip"]] = min(line["last"], last.get(known["skip"], math.inf))
     if len(last) == len(classroom.SKIPS):
         yield (
-            "A one-layer transformer whose line x = x + output is deleted loses its attention",
+            "Without the line x = x + output, a one-layer transformer cannot use its attention",
             "loss 1.70 with the line, 2.47 without",
             ", ".join(f"{skip}: {loss:.2f}" for skip, loss in last.items()),
             held(last["x + output"] + 0.3 < last["deleted"]),

@@ -6,15 +6,15 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
     python runs/judge.py config/gpt2_124m.py --residual=nag    at another scale, on GPUs
     python runs/judge.py --residual=nag --rehearse=True        all of it at toy size
 
-1. Tune both modes alike: seed 0, a quarter of the steps, a sample of one half of the validation
-   split. Tune the learning rate first, and extend its grid while the best value is at an edge. Then
-   tune the initialisation of the output projections, the gates' rate and the embeddings' rate.
-   Last, try lower learning rates at full length.
+1. Tune both modes alike, with seed 0 and a quarter of the steps, on a sample of one half of the
+   validation split. Tune the learning rate first, and extend its grid while the best value is at an
+   edge. Then tune the initialisation of the output projections, gate_lr and embed_lr. Last, try
+   lower learning rates at full length.
 2. Train both with new seeds for all steps. Evaluate on the other half of the validation split.
 3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
    "undecided".
-4. For equal time, steps of each mode are timed in turn (first, while the machine is quiet). The
-   baseline is also trained for fewer and more steps, to estimate its loss after that time.
+4. To compare at equal time, time the steps of all modes in turn, before any training. Also train
+   the baseline for fewer and more steps, and interpolate its loss at the time of the mode.
 
 Finished runs are in results/judge.jsonl. They are not repeated when you restart the command or
 judge another mode. Other arguments are config files and settings of train.py.
@@ -38,7 +38,7 @@ from norms import pick
 residual = "nag"  # modes to judge, separated by commas; all: every mode
 baseline = "prenorm"  # the mode to compare with
 seeds = 3  # seeds of the final runs: 1, 2, ...
-tune_share = 0.25  # length of a tuning run, as a share of the whole
+tune_share = 0.25  # length of a tuning run, as a share of max_iters
 rehearse = False  # all of it at toy size
 name = "judge"  # name of the file in results/
 
@@ -71,14 +71,14 @@ def losses(lines):
 
 
 def best(scale, mode, choices, lines_of, length=None):
-    """The choice with the lowest loss of a tuning run."""
+    """The choice whose tuning run has the lowest loss."""
     length = length or tune_share
     found = losses(lines_of([settings(scale, mode, each, 0, length) for each in choices]))
     return choices[found.index(min(found))]
 
 
 def with_rate(choice, rate):
-    """The choice with another learning rate. A gate_lr keeps its ratio to it."""
+    """The choice with another learning rate; gate_lr changes in proportion."""
     changed = choice | {"learning_rate": rate}
     if "gate_lr" in choice:
         changed["gate_lr"] = choice["gate_lr"] / choice["learning_rate"] * rate
@@ -88,7 +88,7 @@ def with_rate(choice, rate):
 def best_rate(scale, mode, choice, rates, lines_of):
     """The choice with the best learning rate, from a grid that grows until the best is inside.
 
-    It says so if 7 rates are not enough.
+    Prints a message if the best of 7 rates is at an edge.
     """
     rates = list(rates)
     while True:
@@ -154,7 +154,7 @@ def has_gates(mode):
 
 
 def lengths(ratios):
-    """The extra lengths of the baseline that these {mode: interval of the time} need."""
+    """The extra baseline lengths to train. ratios: {mode: interval of its time ratio}."""
     slowest = max(interval[-1] for interval in ratios.values())
     return LENGTHS[: 2 + sum(length < slowest for length in LENGTHS[1:])]
 
@@ -167,7 +167,7 @@ def train(scale, mode, lines_of, extra=()):
     choice = tune(scale, mode, lines_of)
     at = lambda length: [settings(scale, mode, choice, s, length) for s in range(1, seeds + 1)]
     first, *others = at(1.0)
-    found = {1.0: lines_of([first], LOOK) + lines_of(others)}  # the first: also through depth
+    found = {1.0: lines_of([first], LOOK) + lines_of(others)}  # seed 1: also measured by depth
     for length in extra:
         found[length] = lines_of(at(length))
     return choice, found
@@ -187,7 +187,7 @@ def verdict(intervals):
 def row(mode, choice, lines, theirs, ratios):
     """A row of the table.
 
-    theirs: {length: lines of the baseline}. ratios: median_interval of the time over its time.
+    theirs: {length: lines of the baseline}. ratios: median_interval of the time ratio.
     At equal time, the baseline's loss is interpolated for each seed. The verdict must be the same
     at both ends of the time's interval.
     """
@@ -205,12 +205,19 @@ def row(mode, choice, lines, theirs, ratios):
     cells = [mode, f"{lines[0]['params']:,}", f"{statistics.mean(ours):.4f}"]
     cells += [plus_minus(at_steps), verdict([at_steps]), f"{ratios[1]:.2f}"]
     if not known:
-        return cells + ["", "not measured", tuned]
+        return cells + ["", "no baseline run this short or long", tuned]
     return cells + [plus_minus(at_time[1]), verdict(at_time), tuned]
 
 
-HEAD = ("mode", "parameters", "loss", "difference", "verdict", "step time / pre-norm's")
-HEAD += ("difference at equal time", "verdict at equal time", "tuned")
+HEAD = (
+    "mode",
+    "parameters",
+    "loss",
+    "difference at equal steps",
+    "verdict",
+    "step time / baseline's",
+)
+HEAD += ("difference at equal time", "verdict at equal time", "tuned settings")
 
 
 def rows(trained, ratios):

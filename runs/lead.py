@@ -6,7 +6,7 @@ Does a mode's lead over pre-norm last with more tokens or blocks? Which parts of
     python runs/lead.py --what=nag       NAG with one part changed, 4 and 16 MB
     python runs/lead.py --what=tokens --names=nag --values=1000,8000    a part of it
 
-Each mode uses the settings that runs/judge.py found for it, and is tuned first if there are none.
+Each mode uses the settings that runs/judge.py found for it, or is tuned first if it was not judged.
 At other depths and for changes of NAG, the learning rate is tuned again. Each length is a separate
 run with its own schedule. Differences are paired by seed, with 95% intervals. Finished runs are in
 results/lead.jsonl, and are not repeated.
@@ -31,15 +31,15 @@ NAG = {
     "nag": {},
     "gates at a quarter of the rate": {"gate_lr": 0.25},  # times the learning rate
     "gates at four times the rate": {"gate_lr": 4.0},
-    "alpha from 1 / l": {"nag_alpha_power": 1.0},
+    "alpha starts at 1 / l": {"nag_alpha_power": 1.0},
     "not orthogonal": {"nag_orthogonal": False},
     "not modulated": {"nag_directions": 0},
     "4 directions": {"nag_directions": 4},
-    "beta of 1": {"nag_beta": 1.0},
+    "beta fixed at 1": {"nag_beta": 1.0},
     "not centred": {"nag_centre": False},
     "no norm lane": {"nag_lane": False},
 }
-AROUND = (0.5, 1.0, 2.0)  # learning rates to try, over the one that the judge found
+AROUND = (0.5, 1.0, 2.0)  # learning rates to try, as multiples of the judge's
 PLANS = {  # {name: changes of NAG, or None: the mode itself}, what varies, its values, rates to try
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "orthogonal", "ngpt")),
                "max_iters", (1000, 2000, 8000, 16000), (1.0,)),  # 4000: the judge's runs

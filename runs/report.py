@@ -59,8 +59,8 @@ def the_recipe():
     ends = f"`python train.py` with its defaults ends at {whole:.4f} nats per byte, on the whole validation split, "
     ends += f"after {steps:,} steps of {size:,} bytes (`results/default`)."
     beside = "nanochat's model and optimizer (with its own learning rates) against ours, on the same machine and "
-    beside += "shards. One run each. Times exclude the first three steps. A run of ours that ends before nanochat's counts "
-    beside += "with its last loss."
+    beside += "shards. One run each. Times exclude the first three steps. If our run ends "
+    beside += "first, we compare its final loss."
     text = f"## The default recipe\n\n{wrap(ends)}\n\n{wrap(beside)}\n\n"
     rows = []
     for path in sorted(SPEED.glob("nanochat_*.txt")):
@@ -71,7 +71,7 @@ def the_recipe():
         )
         rows.append((shape, theirs, ours, at, difference))
     text += table(
-        ("blocks x width", "nanochat", "ours", "ours by nanochat's time", "difference"), rows
+        ("blocks x width", "nanochat", "ours", "our loss at nanochat's time", "difference"), rows
     )
     parts = f"Each part of the recipe, changed alone: {recipe.COMMON['max_iters']} steps of {size:,} bytes, "
     parts += f"{len(recipe.SEEDS)} seeds, paired by seed, with 95% intervals. Above 0 the change is worse. The time is "
@@ -129,14 +129,14 @@ def modes():
     text = "Each mode against pre-norm, both tuned alike: 8 blocks of width 64, 4 MB of text, "
     text += f"{judge.seeds} seeds, paired by seed, with 95% intervals. Below 0 is better. The loss is on one half of the validation "
     text += f"split; {judge.TUNE_TOKENS:,} bytes of the other half were for tuning. A difference smaller than its interval is "
-    text += "undecided. At equal time, the verdict must be the same at both ends of the 95% interval of the step time. Of the verdicts on modes "
-    text += "that are equal to pre-norm, one in twenty is wrong by chance. These runs and those of the next section took "
+    text += "undecided. For equal time, pre-norm's loss is interpolated; the verdict must agree over the 95% interval of the time ratio. A mode "
+    text += "that is exactly as good as pre-norm is called better or worse one time in twenty. These runs and those of the next section took "
     text += f"{core_hours('judge', 'lead'):.0f} hours of a CPU core."
     command = "```sh\npython runs/judge.py --residual=all\n```"
-    inside = "The first seed of each at the end, on 4,096 tokens: how many times larger the norm of the stream is after the last "
-    inside += "block than at the embedding, the angle between the two, the largest mean attention to the first token, and the "
-    inside += "largest mean ratio of the largest feature to the rms."
-    head = ("mode", "norm", "angle (degrees)", "attention to the first token")
+    inside = "Measured on each mode's first seed after training, on 4,096 tokens: the norm of the stream after the last block over "
+    inside += "that of the embedding, the angle between the two, and the largest mean over blocks of the attention to the first token "
+    inside += "and of the largest feature / rms."
+    head = ("mode", "norm growth", "angle to embedding (degrees)", "attention to the first token")
     head += ("largest feature / rms",)
     firsts = {mode: of[1][1.0][0] for mode, of in trained.items()}
     measured = [(mode, *through_depth(line)) for mode, line in firsts.items() if "depth" in line]
@@ -190,18 +190,21 @@ def lead_text():
         return ""
     rows = [(mode, f"{steps:,}", f"{steps * per_parameter():.1f}", plus_minus(interval), judge.verdict([interval]))
             for mode, of in points.items() for steps, *interval in of]  # fmt: skip
-    text = f"The difference to pre-norm (below 0: better) after 1 to 16 MB, {len(lead.SEEDS)} new seeds, with the settings "
-    text += "that were tuned at 1 MB. Each length is a run of its own with its own schedule. The runs of 4,000 steps are those of "
-    text += "the table above."
+    text = f"The difference to pre-norm (below 0: better) after 1 to 16 MB, for {len(lead.SEEDS)} new seeds, with the settings "
+    text += "that runs/judge.py tuned at 1 and 4 MB. Each length is trained separately, with its own schedule. The runs of 4,000 "
+    text += "steps are those of the table above."
     head = ("mode", "steps", "bytes per parameter", "difference", "verdict")
     image = "![Difference to pre-norm against bytes per parameter](results/lead.png)"
     command = "```sh\npython runs/lead.py --what=tokens\n```"
     text = f"## Does the lead last?\n\n{wrap(text)}\n\n{command}\n\n{image}\n\n{table(head, rows)}"
-    for what, title in (("blocks", "blocks"), ("nag", "steps")):
+    for what, title, words in (
+        ("blocks", "blocks", "Fewer and more blocks, with the learning rate tuned for each:"),
+        ("nag", "steps", "NAG with one part changed, with the learning rate tuned for each:"),
+    ):
         rows = [(name, f"{value:,}", f"{loss:.4f}", plus_minus(interval))
                 for name, value, loss, *interval in leads(what) if loss is not None]  # fmt: skip
         if rows:
-            text += f"\n```sh\npython runs/lead.py --what={what}\n```\n\n"
+            text += f"\n{words}\n\n```sh\npython runs/lead.py --what={what}\n```\n\n"
             text += table(("mode or change", title, "loss", "difference to pre-norm"), rows)
     return text
 
@@ -242,10 +245,10 @@ def oracle_text():
     if not rows:
         return ""
     text = "How much does the loss of a sequence rise (in nats) if one token skips one sublayer, and which score predicts it? "
-    text += f"For {found['tokens']:,} tokens and all sublayers of models without a mixture of depths, the first seed of the table of modes. "
-    text += "We show the mean over sublayers of the rank correlation, and of the regret: if the "
-    text += f"{found['rate']:.0%} of the tokens with the lowest scores skip, the mean of their rises, minus the lowest possible mean. The "
-    text += "score `turn` is that of NAG's router, and `probe` is fitted on half of the text. All numbers are from the other half."
+    text += f"For {found['tokens']:,} tokens and all sublayers of models without a mixture of depths, trained as seed 1 of the table of modes. "
+    text += f"Regret: the mean rise of the {found['rate']:.0%} of tokens with the lowest scores, minus that of the {found['rate']:.0%} with the "
+    text += "lowest rises. `turn` is the score of NAG's router, `probe` a linear fit on half of the text; `update` and `angle` "
+    text += "measure how far the sublayer moves the stream. All numbers are means over sublayers, on the other half."
     head = ("mode", "score", "rank correlation", "regret", "mean rise of all tokens")
     return f"## The skip oracle\n\n{wrap(text)}\n\n```sh\n{commands}```\n\n{table(head, rows)}"
 
@@ -357,7 +360,7 @@ def earlier():
     ]  # fmt: skip
     text = """## Earlier, shorter runs
 
-These runs saw 0.06 to 5 bytes per parameter, with AdamW and unequal starts of the output projections, and the learning
+These runs saw 0.06 to 5 bytes per parameter, with AdamW and unequal initialisation of the output projections, and the learning
 rate was chosen on the first of the seeds shown. Take the differences as hints. They are paired by seed (3 seeds), with
 95% intervals; below 0 is better. `results/earlier.jsonl` has all of these runs.
 
@@ -436,7 +439,7 @@ def imported():
     text += f" Importing {cost['bytes'] / 1e9:.1f} GB of random weights takes {middle:.1f} times as long as copying the files "
     text += f"(quartiles {low:.1f} and {high:.1f}) and at most {cost['peak_bytes'] / 1e9:.1f} GB of memory "
     text += "(`python runs/import_cost.py`)."
-    return f"## An imported model through depth\n\n{wrap(text)}\n\n```sh\n{lines}\n```\n\n{table(head, rows)}\n"
+    return f"## An imported model, by depth\n\n{wrap(text)}\n\n```sh\n{lines}\n```\n\n{table(head, rows)}\n"
 
 
 def pruning():
@@ -584,12 +587,13 @@ def first_page():
     text += f". (Difference of the loss to pre-norm, negative is better; {size:.1f}M parameters, {per:.0f} bytes of text per "
     text += f"parameter, both modes tuned alike, {judge.seeds} seeds, 95% intervals.) "
     for mode, of in lead_points().items():
-        at = [f"{d:+.3f} ± {half:.3f} after {steps * per_parameter():.0f}" for steps, d, half in of]
-        text += f"`{mode}` in longer and shorter runs, the figure: {', '.join(at)} bytes per parameter. "
+        (steps, first, _), *_, (most, last, _) = of
+        text += f"From {steps * per_parameter():.0f} to {most * per_parameter():.0f} bytes per parameter (the figure), the difference of "
+        text += f"`{mode}` goes from {first:+.3f} to {last:+.3f}. "
     parts = {
         row["name"]: row["steps"][0] for row in recipe.rows(find, measure=False) if row["steps"]
     }
-    text += f"The recipe: AdamW in place of Muon costs {parts['AdamW, one rate']:+.2f}, no value embeddings "
+    text += f"AdamW instead of Muon changes the loss by {parts['AdamW, one rate']:+.2f}, removing the value embeddings by "
     text += f"{parts['no value embeddings']:+.2f} (8 blocks of width 128, 800 steps). "
     text += "Such small models give hints for larger ones, no more. [RESULTS.md](RESULTS.md) has all results."
     image = "![Difference to pre-norm against bytes per parameter](results/lead.png)\n\n"
@@ -601,7 +605,7 @@ def verdicts():
     trained, ratios = judged()
     found = {judge.baseline: "the baseline"} if trained else {}
     for mode, _, _, steps, word, _, _, at_time, _ in judge.rows(trained, ratios):
-        found[mode] = f"{word}, {steps}; at equal time {at_time}" if steps else "diverges"
+        found[mode] = f"{steps} ({word}); at equal time {at_time}" if steps else "diverges"
     return found
 
 
@@ -623,18 +627,8 @@ published ones. Losses are in nats per byte on validation text.
 """
 
 
-PARTS = (
-    modes,
-    lead_text,
-    published,
-    the_recipe,
-    rivals,
-    earlier,
-    conversion,
-    imported,
-    pruning,
-    speed,
-)
+PARTS = (modes, lead_text, oracle_text, published, the_recipe, rivals, earlier)
+PARTS += (conversion, imported, pruning, speed)
 
 
 def markdown():

@@ -75,8 +75,8 @@ def changed(settings):
 def key(settings):
     """Names a run by all settings that change its result, defaults included.
 
-    Settings that are None or False do not count: a new one does not rename the runs before it. Nor
-    does init_from, unless it is a path.
+    Leaves out settings that are None or False, so that adding one keeps old keys, and init_from,
+    unless it is a path.
     """
     on = {k: v for k, v in (DEFAULTS | settings).items() if v is not None and v is not False}
     full = {k: v for k, v in on.items() if k not in OF_PLACE and v != "scratch"}
@@ -186,7 +186,7 @@ def thinned(curve):
 
 
 def train(settings, device, folder, look, lock=None):
-    """Train one run, or continue it. look: arguments of eval.py, to measure through depth.
+    """Train one run, or continue it. look: arguments of eval.py, to measure the stream by depth.
 
     lock: a locked file. The children hold it too: if only this process is killed, a second start
     waits for them.
