@@ -567,23 +567,21 @@ changing order). All ran on 2 CPU cores with AVX512-bf16 and no AMX. Across tabl
 START, END = "<!-- written by runs/report.py -->\n", "<!-- end -->"
 
 
-WORDS = ("better", "undecided", "worse", "diverged")  # verdicts
-
-
 def first_page():
     """The figure and what was found, or only the default run if nothing is judged yet."""
     trained, ratios = judged()
     _, _, whole = default_run()
-    text = f"`make train` ends at a validation loss of {whole:.3f} nats per byte. "
+    (theirs, _, seconds), (ours, _, our_seconds), _ = race(SPEED / "nanochat_8x128.txt")
+    text = f"`make train` ends at a validation loss of {whole:.3f} nats per byte. nanochat's model and optimizer reach {theirs} "
+    text += f"in {seconds} s, ours {ours} in {our_seconds} s (one run each, same machine). "
     if not trained:
         return wrap(text) + "\n"
     line = trained[judge.baseline][1][1.0][0]
     size, per = line["params"] / 1e6, line["tokens"] / line["params"]
-    text += "**Found so far:** at equal steps, "
-    groups = defaultdict(list)
-    for mode, _, _, difference, word, *_ in judge.rows(trained, ratios):
-        groups[word or "diverged"].append(f"`{mode}`" + f" ({difference})" * bool(difference))
-    text += "; ".join(f"{word}: {', '.join(groups[word])}" for word in WORDS if word in groups)
+    rows = list(judge.rows(trained, ratios))
+    at_steps = by_word((row[0], *row[3:5]) for row in rows)
+    at_time = by_word((row[0], *row[6:8]) for row in rows)
+    text += f"**Found so far:** at equal steps, {at_steps}. At equal time, {at_time}"
     text += f". (Difference of the loss to pre-norm, negative is better; {size:.1f}M parameters, {per:.0f} bytes of text per "
     text += f"parameter, both modes tuned alike, {judge.seeds} seeds, 95% intervals.) "
     for mode, of in lead_points().items():
@@ -596,8 +594,18 @@ def first_page():
     text += f"AdamW instead of Muon changes the loss by {parts['AdamW, one rate']:+.2f}, removing the value embeddings by "
     text += f"{parts['no value embeddings']:+.2f} (8 blocks of width 128, 800 steps). "
     text += "Such small models give hints for larger ones, no more. [RESULTS.md](RESULTS.md) has all results."
-    image = "![Difference to pre-norm against bytes per parameter](results/lead.png)\n\n"
-    return image * bool(lead_points()) + wrap(text) + "\n"
+    image = "![What each part of the default recipe is worth](results/recipe.png)"
+    if lead_points():
+        image = "![Difference to pre-norm against bytes per parameter](results/lead.png)"
+    return f"{image}\n\n{wrap(text)}\n"
+
+
+def by_word(rows):
+    """Rows (mode, difference, verdict) as text, in groups of equal verdicts."""
+    groups = defaultdict(list)
+    for mode, difference, word in rows:
+        groups[word or "diverged"].append(f"`{mode}`" + f" ({difference})" * bool(difference))
+    return "; ".join(f"{word}: {', '.join(modes)}" for word, modes in sorted(groups.items()))
 
 
 def verdicts():
