@@ -231,21 +231,18 @@ def oracle_text():
         found, mode = json.loads(path.read_text()), path.stem.removeprefix("oracle_")
         own = " ".join(f"--{key}={value}" for key, value in trained[mode][0].items())
         commands += f"python train.py config/judge_8x64.py --residual={mode} --seed=1 {own} --out_dir=out/{mode}\n"
-        commands += f"python runs/oracle.py --out_dir=out/{mode} && cp out/{mode}/oracle.json {path.relative_to(ROOT)}\n"
+        where = f"--out_dir=out/{mode} --oracle_tokens={found['tokens']} --rate={found['rate']}"
+        commands += (
+            f"python runs/oracle.py {where}\ncp out/{mode}/oracle.json {path.relative_to(ROOT)}\n"
+        )
+        rise = f"{statistics.mean(found['rise']):.4f}"
         for score, of in found["scores"].items():
-            means = (statistics.mean(of[key]) for key in ("rank correlation", "regret"))
-            rows.append(
-                (
-                    mode,
-                    score,
-                    *(f"{x:+.3f}" for x in means),
-                    f"{statistics.mean(found['rise']):.3f}",
-                )
-            )
+            means = [statistics.mean(of[key]) for key in ("rank correlation", "regret")]
+            rows.append((mode, score, *(f"{x:+.4f}" for x in means), rise))
     if not rows:
         return ""
     text = "How much does the loss of a sequence rise (in nats) if one token skips one sublayer, and which score predicts it? "
-    text += f"For {found['tokens']:,} tokens and all sublayers of models without a mixture of depths, trained as seed 1 of the table of modes. "
+    text += "For all sublayers of models without a mixture of depths, trained as seed 1 of the table of modes. "
     text += f"Regret: the mean rise of the {found['rate']:.0%} of tokens with the lowest scores, minus that of the {found['rate']:.0%} with the "
     text += "lowest rises. `turn` is the score of NAG's router, `probe` a linear fit on half of the text; `update` and `angle` "
     text += "measure how far the sublayer moves the stream. All numbers are means over sublayers, on the other half."
