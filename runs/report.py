@@ -7,6 +7,7 @@ Every number in RESULTS.md comes from one of these files, or is a quoted publish
 """
 
 import json
+import math
 import re
 import statistics
 import textwrap
@@ -140,8 +141,28 @@ def modes():
     head += ("largest feature / rms",)
     firsts = {mode: of[1][1.0][0] for mode, of in trained.items()}
     measured = [(mode, *through_depth(line)) for mode, line in firsts.items() if "depth" in line]
-    tables = f"{table(judge.HEAD, rows)}\n{wrap(inside)}\n\n{table(head, measured)}"
+    tables = (
+        f"{table(judge.HEAD, rows)}\n{tuning(trained)}\n{wrap(inside)}\n\n{table(head, measured)}"
+    )
     return f"## The modes\n\n{wrap(text)}\n\n{command}\n\n{tables}"
+
+
+def tuning(trained):
+    """A table of the losses of all learning rates that were tried, on the tuning half."""
+    losses = defaultdict(dict)
+    for line in study.finished("judge").values():
+        full = study.DEFAULTS | line["settings"]
+        if full["seed"] == 0 and full["residual"] in trained:
+            at = losses[full["residual"], full["max_iters"]]
+            loss = math.inf if line["loss"] is None else line["loss"]
+            at[full["learning_rate"]] = min(loss, at.get(full["learning_rate"], math.inf))
+    rates = sorted({rate for at in losses.values() for rate in at})
+    rows = ((mode, f"{steps:,}", *(f"{at[rate]:.4f}" if rate in at else "" for rate in rates))
+            for (mode, steps), at in sorted(losses.items()))  # fmt: skip
+    text = (
+        "Tuning, one seed: the lowest loss at each learning rate. Longer runs may need lower rates."
+    )
+    return f"{text}\n\n{table(('mode', 'steps', *(f'rate {rate:g}' for rate in rates)), rows)}"
 
 
 def through_depth(line):
