@@ -233,12 +233,16 @@ def lead_text():
 def lead_figure(path):
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+    lengths = sorted({steps for of in lead_points().values() for steps, *_ in of})
+    ticks = [steps * per_parameter() for steps in lengths]
     for i, (mode, of) in enumerate(lead_points().items()):
         steps, differences, halves = zip(*of)
         x = [each * per_parameter() * 1.03**i for each in steps]
         axes.errorbar(x, differences, yerr=halves, fmt="o-", capsize=2, label=mode)
     axes.axhline(0, color="0.7", lw=1)
     axes.set(xscale="log", xlabel="training bytes per parameter")
+    axes.set_xticks(ticks, [f"{tick:.1f}" for tick in ticks])
+    axes.set_xticks([], minor=True)
     axes.set_ylabel("validation loss minus pre-norm's")
     axes.legend()
     figure.savefig(path, dpi=150, metadata={"Software": None})
@@ -599,13 +603,12 @@ def first_page():
     rows = list(judge.rows(trained, ratios))
     at_steps = by_word((row[0], *row[3:5]) for row in rows)
     at_time = by_word((row[0], *row[6:8]) for row in rows)
-    text += f"**Found so far:** at equal steps, {at_steps}. At equal time, {at_time}"
-    text += f". (Difference of the loss to pre-norm, negative is better; {size:.1f}M parameters, {per:.0f} bytes of text per "
-    text += f"parameter, both modes tuned alike, {judge.seeds} seeds, 95% intervals.) "
+    text += f"**Found so far** (loss minus pre-norm's; {size:.1f}M parameters, {per:.0f} bytes of text per parameter, {judge.seeds} seeds, "
+    text += f"95% intervals): at equal steps, {at_steps}. At equal time, {at_time}. "
     for mode, of in lead_points().items():
-        (steps, first, _), *_, (most, last, _) = of
+        (steps, *first), *_, (most, *last) = of
         text += f"From {steps * per_parameter():.0f} to {most * per_parameter():.0f} bytes per parameter (the figure), the difference of "
-        text += f"`{mode}` goes from {first:+.3f} to {last:+.3f}. "
+        text += f"`{mode}` goes from {plus_minus(first)} to {plus_minus(last)}. "
     parts = {
         row["name"]: row["steps"][0] for row in recipe.rows(find, measure=False) if row["steps"]
     }
