@@ -212,7 +212,7 @@ def lead_text():
     rows = [(mode, f"{steps:,}", f"{steps * per_parameter():.1f}", plus_minus(interval), judge.verdict([interval]))
             for mode, of in points.items() for steps, *interval in of]  # fmt: skip
     text = f"The difference to pre-norm (below 0: better) after 1 to 16 MB, for {len(lead.SEEDS)} new seeds, with the settings "
-    text += "that runs/judge.py tuned at 1 and 4 MB. Each length is trained separately, with its own schedule. The runs of 4,000 "
+    text += "that runs/judge.py tuned at 1 and 4 MB. Each length is trained separately, with its own schedule, but with the learning rate that is best at 4 MB. The runs of 4,000 "
     text += "steps are those of the table above."
     head = ("mode", "steps", "bytes per parameter", "difference", "verdict")
     image = "![Difference to pre-norm against bytes per parameter](results/lead.png)"
