@@ -324,5 +324,6 @@ def test_the_oracle_knows_a_perfect_score_from_a_random_one():
 
 def test_the_page_of_results_is_the_one_that_the_report_writes():
     results, readme = (open(f"{HERE}/{name}").read() for name in ("RESULTS.md", "README.md"))
-    same = (results, readme) == (report.markdown(), report.readme(readme))
-    assert same, "results/ has changed: run python runs/report.py"
+    hint = "results/ has changed: run python runs/report.py"
+    assert results == report.markdown(), hint
+    assert readme == report.readme(readme), hint

@@ -130,9 +130,9 @@ def modes():
     text = "Each mode against pre-norm, both tuned alike: 8 blocks of width 64, 4 MB of text, "
     text += f"{judge.seeds} seeds, paired by seed, with 95% intervals. Below 0 is better. The loss is on one half of the validation "
     text += f"split; {judge.TUNE_TOKENS:,} bytes of the other half were for tuning. A difference smaller than its interval is "
-    text += "undecided. For equal time, pre-norm's loss is interpolated; the verdict must agree over the 95% interval of the time ratio. A mode "
-    text += "that is exactly as good as pre-norm is called better or worse one time in twenty. These runs and those of the next section took "
-    text += f"{core_hours('judge', 'lead'):.0f} hours of a CPU core."
+    text += "undecided. For equal time, pre-norm's loss is interpolated; the verdict must agree over the 95% interval of the time ratio. Even if "
+    text += "a mode equals pre-norm, there is a 5% chance that its verdict says otherwise. Together with the runs of the next section, this "
+    text += f"cost {core_hours('judge', 'lead'):.0f} core-hours."
     command = "```sh\npython runs/judge.py --residual=all\n```"
     inside = "Measured on each mode's first seed after training, on 4,096 tokens: the norm of the stream after the last block over "
     inside += "that of the embedding, the angle between the two, and the largest mean over blocks of the attention to the first token "
@@ -212,8 +212,8 @@ def lead_text():
     rows = [(mode, f"{steps:,}", f"{steps * per_parameter():.1f}", plus_minus(interval), judge.verdict([interval]))
             for mode, of in points.items() for steps, *interval in of]  # fmt: skip
     text = f"The difference to pre-norm (below 0: better) after 1 to 16 MB, for {len(lead.SEEDS)} new seeds, with the settings "
-    text += "that runs/judge.py tuned at 1 and 4 MB. Each length is trained separately, with its own schedule, but with the learning rate that is best at 4 MB. The runs of 4,000 "
-    text += "steps are those of the table above."
+    text += "that runs/judge.py tuned at 1 and 4 MB. Each length is trained separately, with its own schedule, but with the learning rate that is best at 4 MB. The row "
+    text += "for 4,000 steps repeats the table above."
     head = ("mode", "steps", "bytes per parameter", "difference", "verdict")
     image = "![Difference to pre-norm against bytes per parameter](results/lead.png)"
     command = "```sh\npython runs/lead.py --what=tokens\n```"
