@@ -209,15 +209,9 @@ def row(mode, choice, lines, theirs, ratios):
     return cells + [plus_minus(at_time[1]), verdict(at_time), tuned]
 
 
-HEAD = (
-    "mode",
-    "parameters",
-    "loss",
-    "difference at equal steps",
-    "verdict",
-    "step time / baseline's",
-)
-HEAD += ("difference at equal time", "verdict at equal time", "tuned settings")
+HEAD = ("mode", "parameters", "loss", "difference at equal steps", "verdict")
+HEAD += ("step time / baseline's", "difference at equal time", "verdict at equal time")
+HEAD += ("tuned settings",)
 
 
 def rows(trained, ratios):

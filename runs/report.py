@@ -154,8 +154,8 @@ def tuning(trained):
         full = study.DEFAULTS | line["settings"]
         if full["seed"] == 0 and full["residual"] in trained:
             at = losses[full["residual"], full["max_iters"]]
-            loss = math.inf if line["loss"] is None else line["loss"]
-            at[full["learning_rate"]] = min(loss, at.get(full["learning_rate"], math.inf))
+            rate = full["learning_rate"]
+            at[rate] = min(*judge.losses([line]), at.get(rate, math.inf))
     rates = sorted({rate for at in losses.values() for rate in at})
     rows = ((mode, f"{steps:,}", *(f"{at[rate]:.4f}" if rate in at else "" for rate in rates))
             for (mode, steps), at in sorted(losses.items()))  # fmt: skip
