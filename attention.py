@@ -69,7 +69,7 @@ def select(x, index):
 
 
 class GatherRows(torch.autograd.Function):
-    """select, with a gather in the backward too: parallel, and deterministic on a GPU."""
+    """select, with a gather in the backward pass too: parallel, and deterministic on a GPU."""
 
     @staticmethod
     def forward(ctx, x, index, inverse):

@@ -18,11 +18,11 @@ Measure speed and memory. Candidates run in turn in one process.
                 as one graph, compared with the time to read all weights once per token
     mod         forward and training step by the share of tokens that skip, with executed FLOPs
     data        tokenisation by prepare_c4.py compared with the bare tokenizer; reading a batch
-    size        parameters, FLOPs and memory of one model: --residual and not --modes counts
-    doctor      what is there, an eager step of every mode, compiled steps compared with eager
+    size        parameters, FLOPs and memory of one model: set --residual, not --modes
+    doctor      hardware, software, an eager step of every mode, compiled steps compared with eager
                 ones, and what is slower than expected
 
-Times are medians and quartiles over rounds. Ratios are to the first candidate.
+Times are medians and quartiles over rounds. Ratios are relative to the first candidate.
 """
 
 import logging
@@ -96,7 +96,8 @@ out = "bench.json"  # file for the results
 
 
 def seconds(run):
-    sync = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    kind = device.split(":")[0]
+    sync = getattr(torch, kind).synchronize if kind in ("cuda", "mps") else lambda: None
     sync()
     began = time.perf_counter()
     run()
@@ -413,7 +414,7 @@ def memory(settings, copy, matmul):
 
 def step_memory(config, attributes):
     """Bytes kept for the backward pass by all blocks and by one more block, and the peak."""
-    *_, deeper = kept_bytes(replace(config, n_layer=config.n_layer + 1), attributes)
+    deeper = kept_bytes(replace(config, n_layer=config.n_layer + 1), attributes)[-1]
     step, model, optimizer, kept = kept_bytes(config, attributes)
     report = {"kept": kept, "kept a block": deeper - kept}
     step()  # creates the optimizer's state
@@ -466,7 +467,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def kept_bytes(config, attributes):
-    """(training step, model, optimizer, bytes that a forward keeps for the backward pass)
+    """(training step, model, optimizer, bytes that a forward pass keeps for the backward pass)
 
     The bytes include bfloat16 copies of weights, but not the weights themselves.
     """
@@ -601,19 +602,19 @@ def mod(settings, copy, matmul):
 
 def data(settings, copy, matmul):
     """Tokens per second of the bare tokenizer on one core and of prepare_c4.py on all cores."""
-    files, cores = list_files("python")[0][: megabytes * 60], os.cpu_count()
+    files, workers = list_files("python")[0][: megabytes * 60], cores()
     jobs = list(batches(files, lambda text: True, (0, 0)))
     texts = [text for job in jobs for _, _, text in job]
     encoding = get_tokenizer(tokenizer)
     report = {"bare": [], "prepare": []}  # tokens per second in each round
-    with ProcessPoolExecutor(cores, get_context("spawn"), start_worker, (tokenizer,)) as pool:
-        list(in_order(pool, jobs[: 2 * cores], 4 * cores))  # start the processes
+    with ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (tokenizer,)) as pool:
+        list(in_order(pool, jobs[: 2 * workers], 4 * workers))  # start the processes
         for _ in range(rounds):
             began = time.perf_counter()
             count = sum(map(len, encoding.encode_ordinary_batch(texts, num_threads=1)))
             report["bare"].append(count / (time.perf_counter() - began))
             began = time.perf_counter()
-            results = in_order(pool, jobs, 4 * cores)
+            results = in_order(pool, jobs, 4 * workers)
             count = sum(len(ids) for documents in results for _, _, ids in documents)
             report["prepare"].append(count / (time.perf_counter() - began))
     bare, ours = (statistics.median(report[key]) for key in ("bare", "prepare"))
@@ -622,8 +623,8 @@ def data(settings, copy, matmul):
     times = [seconds(partial(loader.fetch, step, 0)) for step in range(100)]
     report["loader_s"] = statistics.median(times)
     print(f"a batch of {batch_size} x {T}: {report['loader_s'] * 1e3:.2f} ms")
-    share = f"{ours / bare / cores:.0%} of {cores} x the bare rate"
-    speeds = f"{bare / 1e6:.2f} M tokens/s; {cores} processes: {ours / 1e6:.2f}"
+    share = f"{ours / bare / workers:.0%} of {workers} x the bare rate"
+    speeds = f"{bare / 1e6:.2f} M tokens/s; {workers} processes: {ours / 1e6:.2f}"
     print(f"bare tokenizer, one thread: {speeds}, {share}")
     return report
 

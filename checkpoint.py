@@ -171,7 +171,7 @@ def save(path, state):
     # without checksums, which read_file does not check either: they take two thirds of the time
     torch.serialization.set_crc32_options(False)
     with atomic(path) as file:
-        torch.save({"format": FORMAT, **state}, file)
+        torch.save({**state, "format": FORMAT}, file)
 
 
 def save_sharded(path, state):

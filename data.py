@@ -146,7 +146,7 @@ class JsonTokenizer:
                 value = self.inner.token_to_id(value) if isinstance(value, str) else value
                 found[kind] = value if found[kind] is None else found[kind]
             if given and found["eos"] is not None:
-                break  # else a bos that tokenizer_config.json does not have would be taken
+                break  # a bos only in config.json does not count
         if found["eos"] is None:
             raise SystemExit(f"{self.path}: its folder needs tokenizer_config.json with eos_token")
         return found["eos"], found["bos"]
@@ -418,12 +418,8 @@ class Loader:
     """
 
     def __init__(self, windows, batch_size, micro_steps, seed, rank=0, world=1, device="cpu"):
-        self.windows, self.batch_size, self.micro_steps, self.seed = (
-            windows,
-            batch_size,
-            micro_steps,
-            seed,
-        )
+        self.windows, self.seed = windows, seed
+        self.batch_size, self.micro_steps = batch_size, micro_steps
         self.rank, self.world, self.device = rank, world, device
         self.epoch, self.order = None, None
         self.thread, self.ahead = ThreadPoolExecutor(1), (None, None)
@@ -435,10 +431,8 @@ class Loader:
     def shuffled(self, k):
         epoch, i = divmod(k, len(self.windows))
         if epoch != self.epoch:
-            self.epoch, self.order = (
-                epoch,
-                np.random.default_rng((self.seed, epoch)).permutation(len(self.windows)),
-            )
+            rng = np.random.default_rng((self.seed, epoch))
+            self.epoch, self.order = epoch, rng.permutation(len(self.windows))
         return int(self.order[i])
 
     def fetch(self, step, micro):

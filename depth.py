@@ -2,8 +2,8 @@
 Measurements of the residual stream through depth, for eval.py and the log of train.py.
 
 The stream of a mode is model.ends.additive(stream), (B, T, C): what the final norm would read if
-the model ended here. For NAG it is the two lanes as one vector, for n streams what the end makes of
-them (their sum, or a learned one), and for Attention Residuals the head's weighted sum of sources.
+the model ended here. For NAG it is the two lanes as one vector, for n streams the sum (plain
+or learned) that the head reads, and for Attention Residuals the head's weighted sum of sources.
 
 The model needs no hooks: these functions run its blocks one by one. `batches` is a list of (inputs,
 targets), (B, T) each. Results are plain numbers, one per block or one per sublayer.
@@ -195,7 +195,7 @@ def means_by(group, **values):
 
 
 class PassOn(nn.Module):
-    """In place of a block: it leaves the stream as it is."""
+    """Replaces a block; returns the stream unchanged."""
 
     def forward(self, stream, *others):
         return stream

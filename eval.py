@@ -86,17 +86,17 @@ class TextWindows:
 
     def __init__(self, texts, encoding, T, tokens=None):
         eot, start = encoding.eot_token, start_of_text(encoding)
-        ids, self.empty = [], True
+        ids, empty = [], True
         for one in texts:
             body = encoding.encode_ordinary(one)
             begin = start if start != [eot] or not ids else []  # end-of-text is there already
             ids += [(i, -1) for i in begin] + [(i, i) for i in (*body, eot)]
-            self.empty &= not body
+            empty &= not body
             if tokens is not None and len(ids) > tokens:
                 break
         ids = ids[: None if tokens is None else tokens + 1]
         self.x, self.y = [i for i, _ in ids[:-1]], [target for _, target in ids[1:]]
-        if self.empty:
+        if empty:
             raise SystemExit(f"text={text!r}: the text is empty")
         self.T = min(T, len(self.x))
 
@@ -301,6 +301,7 @@ def run_tasks(model, encoding, device):
         name: {key: value for key, value in metrics.items() if isinstance(value, float)}
         for name, metrics in found["results"].items()
     }
+    show_tasks(report)
     return report | {"versions": {"lm_eval": lm_eval.__version__, "datasets": datasets.__version__}}
 
 
@@ -350,7 +351,7 @@ def show_pruning(report):
 
 def show_tasks(report):
     for name, metrics in report.items():
-        values = [f"{key} {v:.4f}" for key, v in metrics.items() if isinstance(v, float)]
+        values = [f"{key} {value:.4f}" for key, value in metrics.items()]
         print(f"{name:<20}" + "  ".join(values))
 
 
@@ -405,7 +406,7 @@ def decoding_speed(began, times):
 
 def answers(parts, model, windows, encoding):
     """Evaluate and print each part, and yield (part, report). windows: the split, or None."""
-    rows, reads = windows, set(parts) & {"loss", "depth", "mod"}
+    rows, reads = windows, set(parts) & {"depth", "mod"}
     if text is not None:
         T = context or model.config.block_size
         rows = TextWindows(read_texts(text, text_column, text_split), encoding, T, eval_tokens)
@@ -414,8 +415,10 @@ def answers(parts, model, windows, encoding):
         report = loss(model, rows, places, encoding, batch_size, device)
         show_loss(report)
         yield "loss", report
-    places = spread(rows, depth_tokens, val_part if text is None else "all") if reads else []
-    batches = whole_rows(rows, places)
+    if reads:
+        rows = whole_rows(rows)
+        places = spread(rows, depth_tokens, val_part if text is None else "all")
+        batches = unpadded(rows, places)
     if "depth" in parts:
         report = depth.depth(model, batches)
         report["dropped"] = depth.dropped(model, batches)
@@ -431,19 +434,24 @@ def answers(parts, model, windows, encoding):
         show_skipping(report)
         yield "mod", report
     if "tasks" in parts:
-        report = run_tasks(model, encoding, device)
-        show_tasks(report)
-        yield "tasks", report
+        yield "tasks", run_tasks(model, encoding, device)
     if "sample" in parts:
         if model.config.residual in FOLDS:
             FOLDS[model.config.residual](model)  # cannot be undone: sample is last
         yield "sample", sample(model, encoding, device)
 
 
-def whole_rows(rows, places):
-    """Batches (inputs, targets) without padding: no last row of a text, no repeated windows."""
-    if isinstance(rows, TextWindows):
-        places = [i for i in places if i < len(rows.x) // rows.T]
+def whole_rows(rows):
+    """rows without the last one of a text, if it is padded."""
+    if not isinstance(rows, TextWindows):
+        return rows
+    rows, end = copy.copy(rows), len(rows.x) // rows.T * rows.T
+    rows.x, rows.y = rows.x[:end], rows.y[:end]
+    return rows
+
+
+def unpadded(rows, places):
+    """Batches (inputs, targets) without the windows that are repeated to fill the last batch."""
     pairs = eval_batches(rows, places, batch_size, device)
     return [(x[real], y[real]) for x, y in pairs for real in [(y >= 0).any(1)]]
 
@@ -463,7 +471,8 @@ def dial(model, directory, encoding):
         windows = TextWindows(read_texts(text, text_column, text_split), encoding, T, 32768)
     else:
         raise SystemExit(f"mod_rate={mod_rate} needs text: give --text or --data_dir")
-    batches = [x for x, _ in whole_rows(windows, spread(windows, 32768))]
+    windows = whole_rows(windows)
+    batches = [x for x, _ in unpadded(windows, spread(windows, 32768))]
     if mod.routers(model):
         mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
         return {}
@@ -504,8 +513,9 @@ def choose_parts(model, settings, has_text):
         parts = ["sample"]
     elif not has_text and reads:
         raise SystemExit(f"{', '.join(reads)}: this model has no shards: give --text or --data_dir")
-    tasks_only = dict.fromkeys(("tasks", "task_dir", "limit"), ("tasks",))
-    used_by = {"text": ("loss", "depth", "mod"), **tasks_only}
+    used_by = dict.fromkeys(("tasks", "task_dir", "limit", "num_fewshot"), ("tasks",))
+    if mod_rate is None:  # else the text may set the thresholds
+        used_by["text"] = ("loss", "depth", "mod")
     for key, users in used_by.items():
         if settings[key] is not None and not set(users) & set(parts):
             asked = f"which what={what!r} does not include"
@@ -556,8 +566,9 @@ def main():
     report["settings"] = report.get("settings", {}) | dict.fromkeys([*parts, *dialled], settings)
     report["data"] = None if windows is None else windows.sha256
     report |= dialled
-    report |= dict(answers(parts, model, windows, encoding))
-    write_json(path, report)
+    for part, result in answers(parts, model, windows, encoding):
+        report[part] = result
+        write_json(path, report)  # a later part may fail
 
 
 if __name__ == "__main__":

@@ -148,8 +148,7 @@ def stream_tokens(
     step = compiled_step(idx.device) if compile else next_token
     length = min(size, idx.size(1) + max_new_tokens)
     cache = KVCache(model, idx.size(0), length, static=compile)
-    small = model.num_params(active=True) * idx.size(0) < SMALL
-    count = 1 if small else torch.get_num_threads()
+    params, all_threads = model.num_params(active=True), torch.get_num_threads()
     text, new, filled = [idx], idx[:, -size:], 0
     done = torch.zeros_like(idx[:, :1], dtype=torch.bool)
     for i in range(1, max_new_tokens + 1):
@@ -159,7 +158,7 @@ def stream_tokens(
             cache.rewind()
         filled += new.size(1)
         run = step if new.size(1) == 1 else next_token
-        with threads(count):
+        with threads(1 if params * new.numel() < SMALL else all_threads):
             new = run(model, new, cache, *options).clone()  # a CUDA graph reuses its output
         if stop is not None:
             new = new.masked_fill(done, stop)

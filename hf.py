@@ -12,7 +12,7 @@ These are model.py's GPT with the settings below, an MLP with swiglu, and RMSNor
     qwen3             prenorm, with qk_norm in each head
     olmo2             outnorm, with qk_norm over all heads together
 
-Keys of config.json are used or change no number; any other key that is set is refused. Only
+Each key of config.json is used or known to change no number; any other one is refused. Only
 .safetensors files are read: a .bin file is a pickle, which can run code. A checkpoint keeps the
 dtype of its file. tokenizer.json is copied beside it; it says how a text begins. Chat templates are
 not interpreted. Export also takes lns: it folds the factor 1/sqrt(b + 1) into the gain of the norm.

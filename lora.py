@@ -196,7 +196,7 @@ def convert(model, state, batches):
     """
     source = GPT(GPTConfig(**state["config"] | {"block_size": model.config.block_size}))
     load_state(source, state)
-    model.load_state_dict(source.state_dict(), strict=False)  # all weights whose names both have
+    model.load_state_dict(source.state_dict(), strict=False)  # all weights that both have
     RESIDUALS[model.config.residual].convert(model.eval(), source.eval(), batches)
     model.train()
     model.refresh()
@@ -311,14 +311,15 @@ def shares_of(batches, world):
 
 
 def main(path, to):
-    """Write a checkpoint with its adapters merged. Any run can start from it."""
+    """Write a checkpoint with its adapters merged, for --init_from."""
     state, model = load_model(path)
     if state.pop("lora", None) is None:
         raise SystemExit(f"{path} has no adapters to merge")
     weights = model.state_dict().items()
     state["model"] = {k: v for k, v in weights if k.rpartition(".")[2] not in ("A", "B")}
     checkpoint.copy_tokenizer(os.path.dirname(state.pop("path")), os.path.dirname(to) or ".")
-    checkpoint.save(to, state | {"optimizers": []})
+    state = {k: v for k, v in state.items() if k not in ("optimizers", "tokens_per_step")}
+    checkpoint.save(to, state)  # without optimizer state: no run can resume or branch from it
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def prepare_process(device):
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
-        torch.set_float32_matmul_precision("high")
+        torch.set_float32_matmul_precision("high")  # float32 products round inputs to TF32
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 1 << 30) and mallopt(-1, 1 << 30)  # M_MMAP_THRESHOLD, then M_TRIM_THRESHOLD
@@ -134,9 +134,8 @@ def peak_memory_gb(device):
         return torch.cuda.max_memory_allocated() / 1e9
     if resource is None:
         return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
-        1e6 if sys.platform == "linux" else 1e9
-    )
+    unit = 1024 if sys.platform == "linux" else 1  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def commit():

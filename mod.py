@@ -14,8 +14,8 @@ Training runs the k tokens of a sequence with the highest q. They are gathered, 
 others are not computed. Top-k looks at later tokens and is never used for reported results.
 
 A running histogram of q sets tau and k, after the first step and then every BALANCE steps.     (4)
-With mod_budget "global", all sublayers share the tau below which the mean share of tokens is
-mod_rate. Each sublayer's k is its own share above that tau. With "layer", each has its own tau.
+With mod_budget "global", all sublayers share one tau, below which on average mod_rate of the scores
+lie. Each sublayer's k follows from its own scores above tau. With "layer", each has its own tau.
 
 A token that skips passes unchanged. With the nag router and mod_fallback, it rotates by the same a
 towards a learned v_l. Keys and values are computed for all tokens. Queries, scores, the output

@@ -214,7 +214,7 @@ class Block(nn.Module):
 
 
 class Smear(nn.Module):
-    """e_t <- e_t + sum_k w_k * e_{t-k} for k = 1 to n: a token also shows the tokens before it."""
+    """e_t <- e_t + sum_k w_k * e_{t-k} for k = 1 to n: a position also sees the n before it."""
 
     def __init__(self, config):
         super().__init__()
@@ -265,9 +265,9 @@ class GPT(nn.Module):
         """Token ids (B, T) -> (logits, loss).
 
         Without targets: logits (B, T, V), or (B, 1, V) of the last position, and no loss.
-        With targets (B, T): the mean cross-entropy, which ignores targets of -1; logits are None if
-        loss_chunk is set. docs (B, T) numbers the documents of a row; a token attends only within
-        its document.
+        With targets (B, T): the mean cross-entropy, without targets of -1, and in training the
+        penalty of moe.py. logits are None if loss_chunk is set. docs (B, T) numbers the documents
+        of a row; a token attends only within its document.
         """
         hidden, head = self.hidden(idx, docs, cache)
         if targets is None:
@@ -371,8 +371,8 @@ class GPT(nn.Module):
     def compile_blocks(self):
         """Compile block by block. Blocks share one graph, so depth does not slow compilation.
 
-        A mode whose blocks do not share one says how many there are. Blocks that skip different
-        sublayers do not share one either.
+        Blocks that differ, by mode or by what they skip, need one graph each. A mode's `graphs`
+        says how many.
         """
         torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a router's k changes
         residual, limits = RESIDUALS[self.config.residual], torch._dynamo.config
@@ -392,7 +392,7 @@ class GPT(nn.Module):
                 block.attn_residual.refresh(block.attn)
 
     def after_step(self):
-        """What a mode does to its weights after every optimizer step, such as nGPT's Eq. 1."""
+        """Let the mode change its weights after an optimizer step, such as nGPT's Eq. 1."""
         if hasattr(self.ends, "after_step"):
             self.ends.after_step(self)
 

@@ -91,7 +91,7 @@ class MoE(nn.Module):
             self.load += load
             if self.by_loss:
                 penalty = self.rate * self.E * (load / len(experts) * s.mean(0)).sum()  # Eq. 4
-                # recomputation in the backward runs this again, but must keep the first penalty
+                # recomputation runs this again, but must keep the first penalty
                 self.penalty = penalty if self.penalty is None else self.penalty
         y = self.run_experts(x, order, w, load).view(h.shape)
         return y if self.shared is None else y + self.shared(h)

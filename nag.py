@@ -23,8 +23,8 @@ A trained pre-norm model, x <- x + F_l(g x / rms(x)), is converted on the tokens
     convert    W <- W diag(g) for all weights that read the stream, and for the head            (8)
                alpha_l = mean(rms(f) / rms(x - mean(x))) / mean(m), f after (2) and (3) with
                x - mean(x) in place of r                                                        (9)
-               g_dec keeps the std of the logits; pre-norm's probabilities are the weights
-               of the tokens in both stds                                                      (10)
+               g_dec keeps the std of the logits; both stds are weighted by pre-norm's
+               probabilities                                                                   (10)
 
 Differs from the paper:
 - (6) divides by the measured rms of r + a u, so that r cannot drift in low precision.
@@ -71,15 +71,15 @@ def plain_rotate(r, s, f, a):
 def rotate(r, s, f, a, eps=1e-12, centre=True, orthogonal=True):
     """Eqs. 2, 3, 4 and 6 in one pass over r and f, without the 0/0 of plain_rotate.
 
-    Eqs. 2 and 3 subtract multiples of 1 and of r from f. The means of r, f, r^2, f r and f^2
-    therefore give every norm, and the result is A r + D f + E with three scalars per token: one
-    read of r and f, one write of the new r.
+    Eqs. 2 and 3 subtract multiples of r and of a vector of ones from f. The means of r, f, r^2, f r
+    and f^2 therefore give every norm, and the result is A r + D f + E with three scalars per token:
+    one read of r and f, one write of the new r.
 
     The price is precision. The norm of f after Eqs. 2 and 3 is computed as a difference, which is
-    mostly rounding error when f is nearly parallel to 1 or to r. In float32, u is accurate to 1e-4
+    mostly rounding error when f is nearly parallel to either. In float32, u is accurate to 1e-4
     at an angle of 3 degrees. Below about 0.6 degrees the floor `least` applies, and f rotates r by
-    less than a. The new r is on its sphere at every angle. A second pass over f would be exact, but
-    would take 50% more time.
+    less than a, or not at all if f = 0; s grows as if by a. The new r is on its sphere at every
+    angle. A second pass over f would be exact, but would take 50% more time.
     """
     r_float, f = upcast(r), upcast(f)
     rr, fr, ff = (x.mean(-1, keepdim=True) for x in (r_float * r_float, f * r_float, f * f))
@@ -139,7 +139,7 @@ class NAGEnds(NoEnds):
 
 
 def recomputed(head):
-    """unit_rows, computed again in the backward: they are as large as the head."""
+    """unit_rows, computed again in the backward pass, because they are as large as the head."""
     return checkpoint(unit_rows, head, use_reentrant=False, preserve_rng_state=False)
 
 

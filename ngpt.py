@@ -4,7 +4,7 @@ nGPT, the normalised transformer: the stream and the matrices live on the unit s
 
 unit(x) = x / |x|. d is n_embd, D is the width of a head. The product of two vectors is by element.
 
-    weights    unit rows: embedding, head, W_q, W_k, W_v, W_up, W_gate, whose input is the stream
+    weights    unit rows: embeddings, head, W_q, W_k, W_v, W_up, W_gate, whose input is the stream
                unit columns: W_o, W_down, whose output is the stream
                restored after every optimizer step, and once at the start                       (1)
     sublayer   h <- unit(g + |alpha| (unit(F(h)) - g)) with g = unit(h), alpha (d,)             (2)
@@ -26,10 +26,10 @@ alpha, s_qk and s_z are stored near 1 / sqrt(d), the size of a matrix entry, and
 A step of Adam thus changes s_z by about sqrt(d) times the learning rate, and logits start in
 [-1, 1]. In short runs this limits the loss; a higher gate_lr, the rate of s_z and alpha, helps.
 
-There is no norm with a gain, no weight decay and no warm-up. The gate of mod.py and branch_scale
-multiply alpha, because (2) would remove them from F. "The stream" of depth.py is h, of norm 1.
-Biases and the routers of mod.py and moe.py are not on the sphere. Experts share one s_u and s_v;
-a shared expert has its own.
+No norm of the stream has a gain, and there is no weight decay or warm-up. The gate of mod.py and
+branch_scale multiply alpha, because (2) would remove them from F. "The stream" of depth.py is h, of
+norm 1. Biases and the routers of mod.py and moe.py are not on the sphere. Experts share one s_u and
+s_v; a shared expert has its own.
 
 Adapters (lora.py): (1) skips frozen weights and the adapters. A merged matrix is off the sphere and
 is used as it is; training that goes on from it restores (1) after the first step.
@@ -38,6 +38,8 @@ Differs from the paper and its release:
 - (3) rotates as attention.py does. The released rotary embedding is not a rotation. s_qk comes
   after the rotation, as in the release: where it differs within a rotated pair of features, scores
   depend on the absolute positions too.
+- With qk_norm, the default of model.py, q and k pass an RMSNorm with a gain before the rotation.
+- The value embeddings of model.py, which the paper does not have, get unit rows as well.
 - With grouped queries, query heads and key heads have an s_qk each; the paper has no such heads.
 - (4) has sqrt(d) on u too, as in the release; the paper has it on v only.
 - ngpt_alpha is 0.05 at any depth, as in the release; the paper's text has 1 / n_layer.
@@ -95,7 +97,7 @@ class HiddenScale(nn.Module):
 
 def matrices(model):
     """Yield (weight, axis of the stream) for every matrix of Eq. 1."""
-    readers, writers = [model.embed], []
+    readers, writers = [model.embed, *model.value_embeds.values()], []
     if not model.config.tied:
         readers.append(model.head)
     for block in model.blocks:

@@ -247,6 +247,17 @@ class X0Ends(PeriEnds):
 
 
 class PreNorm(nn.Module):
+    """Eq. 3. The other files ask for these attributes, which a mode need not have:
+
+    equip(block, config), init_sublayers(block, config)    model.py: other modules, other weights
+    graphs(n_layer), refresh(attention), ends.after_step(model)    model.py, see the methods there
+    decays, recipe    names of parameters with weight decay; weight_decay and warmup_iters
+    turn(x), ramp     a rotation, for routers, alpha_warmup_iters and depth.py
+    skip(stream, new, runs)                       mod.py: the stream of tokens that skip
+    mixing(stream), weights(stream)               depth.py: how streams or sources are mixed
+    convert(model, source, batches), converted    lora.py: conversion from pre-norm
+    """
+
     settings = ()  # fields of GPTConfig that belong to this mode; other modes refuse them
     ends = FinalNorm
     init_out = "scaled"  # initialisation of the output projections if the setting init_out is None
@@ -335,7 +346,7 @@ class DeepNorm(PostNorm):
 
     @staticmethod
     def init_sublayers(block, config):
-        """Xavier times (8B)^(-1/4), for all matrices of a block but W_q and W_k."""
+        """Xavier times (8B)^(-1/4), for all matrices of a block except W_q and W_k."""
         layers = [block.attn.wv, block.attn.wo]
         layers += [m for mlp in mlps(block) for m in (mlp.up, mlp.gate, mlp.down) if m is not None]
         for weight in map(weight_of, layers):

@@ -40,6 +40,7 @@ from data import (
     token_dtype,
     write_json,
 )
+from machine import cores
 
 source = "python"  # python (its standard library), c4 (from the hub), or a pattern of file names
 val_source: str | None = None  # validation files; None: c4's own, or val_share of the documents
@@ -237,11 +238,11 @@ def open_meta(directory, name, encoding, settings, train, val):
 def prepare(settings):
     """Write both splits to data_dir, validation first."""
     source, limit = settings["source"], settings["max_tokens"]
-    cores = settings["workers"] or os.cpu_count()
+    workers = settings["workers"] or cores()
     if source == "c4" and limit is None:
         size = "C4 has about 160e9 tokens, 320 GB of shards"
         raise SystemExit(f"{size}: say how many you want with --max_tokens=1e9")
-    counts = [settings["shard_tokens"], settings["max_val_tokens"], cores]
+    counts = [settings["shard_tokens"], settings["max_val_tokens"], workers]
     if min(counts if limit is None else [limit, *counts]) < 1:
         raise SystemExit("shard_tokens, max_tokens, max_val_tokens and workers must be at least 1")
     if not 0 <= settings["val_share"] < 1:
@@ -270,10 +271,10 @@ def prepare(settings):
         "val": (val or train, keep_val, settings["max_val_tokens"]),
         "train": (train, keep_train, limit),
     }
-    with ProcessPoolExecutor(cores, get_context("spawn"), start_worker, (name,)) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (name,)) as pool:
         for split, (files, keep, most) in jobs.items():
             if not meta["splits"][split]["complete"]:
-                write_split(split, files, keep, most, directory, meta, pool, cores)
+                write_split(split, files, keep, most, directory, meta, pool, workers)
     print(f"{directory}: " + ", ".join(f"{s} {meta['splits'][s]['tokens']:,} tokens" for s in jobs))
 
 

@@ -14,7 +14,7 @@ Hyper-Connections keep n streams X (n, C) for each token. Three maps, made from 
     mhc        arXiv 2512.24880.  z = vec(X) / rms(vec(X)),  y = W z, split into three           (4)
                h_pre = sigmoid(s_1 y_1 + b_1) + eps,  h_post = 2 sigmoid(s_2 y_2 + b_2)
                M = Sinkhorn(softmax(s_3 y_3 + b_3) + eps): columns divided by their sums, then
-               19 times rows and columns. Columns sum to 1, rows nearly                          (5)
+               19 times rows and columns. Columns sum to 1, rows almost                          (5)
                end: h = sum_i (sigmoid(s y + b) + eps)_i X_i, with its own W, s and b            (6)
 
 Attention Residuals (arXiv 2603.15031) keep all sources v_0 ... v_m apart. Each sublayer has a
@@ -25,7 +25,7 @@ learned query w and gain g, and so has the end of the model:
                attnres_size sublayers; the last block is a source from its first sublayer on
     sublayer   p = softmax_i(<w * g, v_i> / rms(v_i)),  f = F(Norm(sum_i p_i v_i))               (7)
 
-mhc_start says where the maps of mhc begin. W is random. At "prenorm" the s are 0, h_pre reads the
+mhc_start sets the initial maps of mhc. W is random. At "prenorm" the s are 0, h_pre reads the
 mean, h_post is 1 and M is near I: the model equals pre-norm, to about 1e-5. At "paper" the s are
 0.01, and at "deepseek", as in the code of DeepSeek-V4, they are 1; the b are 0 in both.
 Equal streams with zero maps would stay equal for ever; a random W parts them once the s move.
@@ -60,7 +60,7 @@ NEAR = 5.0  # mhc_start "prenorm": M starts with e^NEAR on its diagonal for each
 
 
 def reads_mean(n):
-    """The b at which sigmoid(b) = 1 / n."""
+    """The b at which sigmoid(b) = 1 / n, nearly: EPS keeps it finite at n = 1."""
     return -math.log(n - 1 + EPS)
 
 
@@ -77,7 +77,7 @@ def products(x, w, eps):
 
 
 def sinkhorn(logits, iters=20, eps=EPS):
-    """Eq. 5: M (..., n, n), whose columns sum to 1, and rows nearly."""
+    """Eq. 5: M (..., n, n), whose columns sum to 1, and rows almost."""
 
     def scaled(M, dim):  # not M / (...): the backward of this form is several times faster
         return M * (1 / (M.sum(dim, keepdim=True) + eps))
@@ -314,7 +314,7 @@ class AttnRes(PreNorm):
     def graphs(n_layer):
         """How many graphs the blocks compile to. Each block has its own number of sources.
 
-        It is the most: blocks that differ in nothing share one. Routers whose k changes double it.
+        An upper bound: equal blocks share one. Routers whose k changes double it.
         """
         return n_layer
 

@@ -91,6 +91,7 @@ def off_the_sphere(state):
     axes = dict.fromkeys(("embed", "head", "wq", "wk", "wv", "up", "gate"), -1)
     axes |= dict.fromkeys(("wo", "down"), -2)
     kinds = {name: name.removesuffix(".weight").rpartition(".")[2] for name in state}
+    kinds = {n: "embed" if n.startswith("value_embeds.") else k for n, k in kinds.items()}
     off = {n: (state[n].norm(dim=axes[k]) - 1).abs().max() for n, k in kinds.items() if k in axes}
     assert len(off) >= 2 + 6 * 2
     return max(off.values()).item()

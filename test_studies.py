@@ -23,7 +23,7 @@ import report
 import study
 
 import mod
-from model import RESIDUALS
+from model import GPT, RESIDUALS, GPTConfig
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     keys = [line["key"] for line in study.read("judge") if "key" in line]
     assert len(keys) == len(set(keys)) == len(trained)
     assert {s["seed"] for s in trained if s["val_part"] == "tune"} == {0}
-    assert {s["seed"] for s in trained if s["val_part"] == "report"} == {1, 2, 3}
+    assert {s["seed"] for s in trained if s["val_part"] == "report"} == {1, 2, 3, 4, 5}
 
 
 def test_the_baseline_is_trained_as_long_as_the_slowest_mode_needs():
@@ -237,17 +237,29 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
     changes, axis, values, around = lead.part(lead.PLANS["tokens"])
     assert list(changes) == ["prenorm", "nag", "bhyt"] and values == [1000, 8000]
     runs = lead.runs_of(changes, axis, values, around, study.run)
-    found = {(name, value): rest for name, value, *rest in lead.rows(runs, study.run)}
+    found = {(name, value): rest for name, value, *rest in lead.rows(runs, "prenorm", study.run)}
     differences = [-0.1 + 0.001 * seed**2 for seed in lead.SEEDS]
     mean, half = study.paired(differences, [0.0] * 3)
     assert found["nag", 8000][1:] == pytest.approx([mean, half])
     assert found["bhyt", 1000][1:] == pytest.approx([-0.05, 0.0])
 
     more = lead.runs_of(changes, axis, [1000, 16000], around, study.run)
-    assert {value for _, value, *_ in lead.rows(more, study.find)} == {1000}
+    assert {value for _, value, *_ in lead.rows(more, "prenorm", study.find)} == {1000}
     monkeypatch.setattr(lead, "names", "nanorm")
     with pytest.raises(SystemExit, match="nanorm: choose from prenorm, nag"):
         lead.part(lead.PLANS["tokens"])
+
+
+@cases("what", lead.PLANS)
+def test_the_names_of_a_plan_are_different_models(what):
+    changes, axis, values, _ = lead.PLANS[what]
+    scale, keys = study.parse([judge.SCALE]) | {axis: values[0]}, set()
+    for name, change in changes.items():
+        own = {"residual": name} if change is None else {"residual": "nag"} | change
+        with torch.device("meta"):
+            GPT(GPTConfig(**judge.shape_of(scale | own)))
+        keys.add(study.key(scale | own))
+    assert len(keys) == len(changes)
 
 
 @cases("interval, word", [

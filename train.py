@@ -43,7 +43,6 @@ from machine import (
     prepare_process,
 )
 from model import GPT, RESIDUALS, GPTConfig, evaluate, init_out
-from nag import NAG
 from norms import gathered
 
 # where things are
@@ -102,7 +101,7 @@ device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then
 dtype = "auto"  # float32 or bfloat16 autocast; auto: bfloat16 if the hardware supports it
 compile: bool | None = None  # torch.compile each block; None: on CUDA, and on Linux with g++
 loss_chunk: int | None = None  # tokens whose logits are in memory at a time; None: all
-recompute = False  # keep only the input of each block and recompute the rest in the backward
+recompute = False  # keep only the input of each block and recompute the rest
 shard = "none"  # none: every rank holds the model (DDP); fsdp: a share of each block (FSDP2)
 
 settings, given = configure(globals(), GPTConfig, argv=sys.argv[1:])
@@ -194,7 +193,7 @@ def check_settings():
         fail("total_batch_tokens and gradient_accumulation_steps: set one, and the other to None")
     if alpha_warmup_iters and not hasattr(residual, "turn"):
         fail(f"alpha_warmup_iters={alpha_warmup_iters} needs a mode that rotates, such as nag")
-    if bhyt_interval != 100 and not hasattr(residual, "refresh"):
+    if "bhyt_interval" in given and not hasattr(residual, "refresh"):
         fail(f"bhyt_interval={bhyt_interval} needs a mode that predicts a variance, such as bhyt")
     if settings["bf16_stream"] and dtype == "float32":
         fail("bf16_stream=True needs dtype='bfloat16'")
@@ -328,10 +327,12 @@ if converting:
 step, flops, bad_steps, best_val_loss, run_id = 0, 0.0, 0, math.inf, uuid.uuid4().hex
 flops_per_step = expected_flops = tokens_per_step * model.flops_per_token()
 if going_on:
-    step, bad_steps, best_val_loss = saved["step"], saved["bad_steps"], saved["best_val_loss"]
+    step, bad_steps = saved["step"], saved["bad_steps"]
     flops, expected_flops = saved["flops"], saved.get("expected_flops", expected_flops)
 if resuming:
     run_id = saved.get("run_id", run_id)
+    same = all(saved["settings"].get(k) == settings[k] for k in ("val_part", "eval_tokens"))
+    best_val_loss = saved["best_val_loss"] if same else math.inf
 if flops_budget is not None:
     max_iters = math.ceil(flops_budget / expected_flops)
 
@@ -429,7 +430,7 @@ def run_header():
     if lora_rank:
         counts["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     resolved = {
-        "init_out": init_out(config), "weight_decay": weight_decay, "warmup_iters": warmup_iters,
+        "init_out": init_out(config), "weight_decay": weight_decay, "warmup_iters": warm_steps(),
         "gate_lr": rates.get("gates", learning_rate),
         "embed_lr": rates.get("embeddings", learning_rate),
         "head_lr": rates.get("head", learning_rate),
@@ -481,16 +482,23 @@ def announce(header):
 # One step
 
 
+def warm_steps():
+    if warmup_share is None:
+        return warmup_iters
+    return round(warmup_share * (lr_decay_iters or max_iters))
+
+
 def learning_rate_factor():
     """The learning rate as a share of its peak: warm-up, then cosine or wsd, down to min_lr."""
     at = step if flops_budget is None else flops / expected_flops
-    last = lr_decay_iters or max_iters
-    warm = warmup_iters if warmup_share is None else round(warmup_share * last)
+    last, warm = lr_decay_iters or max_iters, warm_steps()
     floor = 0.1 if min_lr is None else min_lr / learning_rate
-    if at < warm:
-        return (at + 1) / (warm + 1)
+    rising = min(1.0, (at + 1) / (warm + 1))
     if schedule == "wsd":
-        return 1 - (1 - floor) * min(1, max(0, 1 - (last - at) / (wsd_share * last)))
+        falling = 1 - (1 - floor) * min(1, max(0, 1 - (last - at) / (wsd_share * last)))
+        return min(rising, falling)
+    if at < warm:
+        return rising
     done = min(1, (at - warm) / max(1, last - warm))
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
 
@@ -498,7 +506,7 @@ def learning_rate_factor():
 def ramp_alpha():
     """Scale NAG's rotations during the warm-up of alpha."""
     for module in model.modules():
-        if isinstance(module, NAG):
+        if hasattr(module, "ramp"):
             module.ramp.fill_(min(1.0, (step + 1) / max(1, alpha_warmup_iters)))
 
 
@@ -524,7 +532,7 @@ def gradients():
     """
     batches = (loader.batch(step, micro) for micro in range(micro_steps))
     shares = repeat(1 / micro_steps)
-    if sft_data is not None:  # a micro-step counts by the number of its answers' tokens
+    if sft_data is not None:  # weigh each micro-step by its answers' tokens
         batches = [*batches]
         shares = lora.shares_of(batches, world)
     status = torch.zeros(3, device=device)  # loss, stop, save
@@ -685,7 +693,7 @@ while not finished() and not stopped:
             record["mfu"] = (step - since) / busy * flops_per_step / (peak * world)
         if log_grad_norms:
             record["grad_norms"] = {n: float(norm) for n, norm in grad_norms.items()}
-        show(record, eta=busy / (step - since) * (max_iters - step))
+        show(record, eta=busy / (step - since) * max(0, max_iters - step))
         log(record)
         since, busy = step, 0.0
 
@@ -701,9 +709,11 @@ while not finished() and not stopped:
     if (save_now or due(save_interval) or stopped or finished()) and not bad_steps:
         save("newest")
 
+state = "not saved, because the last step was bad" if bad_steps else "saved"
 if main and stopped:
-    state = "not saved, because the last step was bad" if bad_steps else "saved"
     print(f"stopped by a signal at step {step}, {state}: continue with --init_from=resume")
+elif main and bad_steps:
+    print(f"the run ended at step {step}, {state}: the last good checkpoint is the newest")
 if world > 1:
     dist.barrier()
     dist.destroy_process_group()

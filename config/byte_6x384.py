@@ -1,5 +1,6 @@
 """
-nanoGPT's byte-level CPU shape, trained on the source of your Python's standard library:
+The shape of nanoGPT's character-level Shakespeare model, on the source of Python's standard
+library:
 python train.py config/byte_6x384.py
 RESULTS.md compares it with nanoGPT.
 """

@@ -6,7 +6,7 @@ torchrun --standalone --nproc_per_node=8 train.py config/nag_replication_broken.
 
 Same as the replication: 64 blocks of width 640, heads of 128, normalised queries and keys, ReLU in
 the MLP, untied embedding with standard deviation 0.8, output projections that start at zero, logits
-divided by d, all gains that start at zero, Muon for the matrices. The learning rate has 40 steps of
+divided by d, all gains starting at zero, Muon for the matrices. The learning rate has 40 steps of
 warm-up, is constant, and falls linearly to 5% over the last 65%.
 
 Different:

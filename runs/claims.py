@@ -120,7 +120,7 @@ def nag(judged):
         held(growth(ours) < growth(theirs)),
     )
     for words, published, key, statistic in (
-        ("NAG turns the stream further from the embedding", "flattens without NAG",
+        ("NAG turns the stream further from the embedding", "without NAG, the angle stops growing",
          "from embedding", lambda x: -x[-1]),
         ("Attention to the first token is smaller with NAG", "yes", "sink", max),
         ("The largest feature / rms is smaller with NAG", "yes", "max/rms", max),
@@ -147,7 +147,7 @@ def depths(earlier):
     for rate, published in (("0.2", "yes"), ("0.4", "by 0.0671")):
         gap = paired(of(f"nag_{rate}"), of(f"learned_{rate}"))
         yield (
-            f"NAG's router is better than a learned one, at rate {rate}",
+            f"NAG's router is better than a learned one if {float(rate):.0%} of tokens skip",
             published,
             f"{plus_minus(gap)} (short runs)",
             sign(gap),
@@ -182,7 +182,7 @@ def bhyt(judged, earlier):
             held(min(sizes, key=sizes.get) == "bhyt"),
         )
     yield (
-        "The same order at 3B",
+        "At 3B, BHyT has the lowest loss",
         "bhyt 3.107, lns 3.139, perinorm 3.142, prenorm 3.180, dyt 3.855",
         "",
         "not decidable here: needs GPUs",

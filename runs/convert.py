@@ -8,7 +8,7 @@ What does it cost to turn a trained pre-norm model into a model of another resid
 The control trains the pre-norm model further. Each conversion, and a new BHyT and a new NAG from
 scratch, trains for the same number of steps. One factor on all learning rates is tuned
 for each, on seed 0 and on one half of the validation split. The losses are on the other half, for
-new seeds. Differences to the control are paired by seed, with 95% intervals.
+new seeds. Differences from the control are paired by seed, with 95% intervals.
 Finished runs are in results/convert.jsonl, and are not repeated.
 """
 

@@ -6,7 +6,7 @@ floor. Needs a quiet machine.
 
 The floor estimates the least time of a step: its FLOPs at the speed of a large matmul, plus its
 memory traffic at the speed of a copy. The traffic is 28 bytes per parameter (gradient, AdamW) and
-16 passes over the stream per block. BHyT's floor serves all three modes. The widths have 8 heads,
+16 passes over the stream per block. All modes are divided by BHyT's floor. The widths have 8 heads,
 the other shapes 2. The first step includes compilation, from an empty cache.
 """
 

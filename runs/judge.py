@@ -8,8 +8,8 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
 
 1. Tune both modes alike, with seed 0 and a quarter of the steps, on a sample of one half of the
    validation split. Tune the learning rate first, and extend its grid while the best value is at an
-   edge. Then tune the initialisation of the output projections, gate_lr and embed_lr. Last, try
-   lower learning rates at full length.
+   edge. Then tune the initialisation of the output projections, gate_lr and embed_lr. Last, tune
+   the learning rate again at full length, because longer runs may need lower rates.
 2. Train both with new seeds for all steps. Evaluate on the other half of the validation split.
 3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
    "undecided".
@@ -37,7 +37,7 @@ from norms import pick
 
 residual = "nag"  # modes to judge, separated by commas; all: every mode
 baseline = "prenorm"  # the mode to compare with
-seeds = 3  # seeds of the final runs: 1, 2, ...
+seeds = 5  # seeds of the final runs: 1, 2, ...
 tune_share = 0.25  # length of a tuning run, as a share of max_iters
 rehearse = False  # all of it at toy size
 name = "judge"  # name of the file in results/
@@ -47,6 +47,7 @@ SCALE = str(ROOT / "config" / "judge_8x64.py")
 TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048 --log_interval=4"
 TOY += " --compile=False"
 RATES = (4e-3, 8e-3, 1.6e-2)
+EMBED_RATES = (0.025, 0.00625, 0.0015625)  # tried in turn, below train.py's default
 LENGTHS = (0.7, 1.4, 2.0, 2.8, 4.0)  # lengths of extra baseline runs, as shares of the whole
 TUNED = ("learning_rate", "init_out", "gate_lr", "embed_lr")
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
@@ -85,14 +86,15 @@ def with_rate(choice, rate):
     return changed
 
 
-def best_rate(scale, mode, choice, rates, lines_of):
+def best_rate(scale, mode, choice, rates, lines_of, length=None):
     """The choice with the best learning rate, from a grid that grows until the best is inside.
 
     Prints a message if the best of 7 rates is at an edge.
     """
     rates = list(rates)
     while True:
-        found = best(scale, mode, [with_rate(choice, rate) for rate in rates], lines_of)
+        choices = [with_rate(choice, rate) for rate in rates]
+        found = best(scale, mode, choices, lines_of, length)
         at_edge = found["learning_rate"] in (rates[0], rates[-1])
         if not at_edge:
             return found
@@ -107,7 +109,7 @@ def tune(scale, mode, lines_of):
     """Tune one setting at a time. Returns {setting: best value}.
 
     Besides the learning rate: three initialisations of the output projections, three rates of the
-    gates, and two of the embeddings.
+    gates, and lower rates of the embeddings while they help.
     """
     find = partial(best, scale, mode, lines_of=lines_of)
     chosen = best_rate(scale, mode, {}, RATES, lines_of)
@@ -116,20 +118,12 @@ def tune(scale, mode, lines_of):
     if has_gates(mode):
         gates = [chosen | {"gate_lr": chosen["learning_rate"] * times} for times in (0.25, 4)]
         chosen = find([chosen, *gates])
-    return at_full_length(scale, mode, find([chosen, chosen | {"embed_lr": 0.025}]), lines_of)
-
-
-def at_full_length(scale, mode, choice, lines_of):
-    """The best learning rate at full length: longer runs may need lower rates.
-
-    Tries a half and a quarter of the rate, and lower ones while the lowest is best.
-    """
-    choices = [with_rate(choice, choice["learning_rate"] / n) for n in (1, 2, 4)]
-    while True:
-        found = best(scale, mode, choices, lines_of, length=1.0)
-        if found != choices[-1]:
-            return found
-        choices.append(with_rate(found, found["learning_rate"] / 2))
+    for rate in EMBED_RATES:
+        before, chosen = chosen, find([chosen, chosen | {"embed_lr": rate}])
+        if chosen == before:
+            break
+    rates = [chosen["learning_rate"] / n for n in (4, 2, 1)]
+    return best_rate(scale, mode, chosen, rates, lines_of, length=1.0)
 
 
 def shape_of(scale):
@@ -194,10 +188,11 @@ def row(mode, choice, lines, theirs, ratios):
     ours = losses(lines)
     wanted = (1.0, *lengths({mode: ratios}))
     by_length = {length: losses(theirs[length]) for length in wanted if length in theirs}
-    for of, found in ((mode, ours), *((baseline, found) for found in by_length.values())):
+    for of, found in ((mode, ours), (baseline, by_length[1.0])):
         if math.inf in found:
             count = f"{found.count(math.inf)} of {len(found)} runs of {of} diverged"
             return [mode, count, *[""] * 7]
+    by_length = {length: found for length, found in by_length.items() if math.inf not in found}
     at_steps = paired(ours, by_length[1.0])
     known = min(by_length) <= ratios[0] and ratios[-1] <= max(by_length)
     at_time = [gap_at(ratio, ours, by_length) for ratio in ratios] if known else []
@@ -215,7 +210,7 @@ HEAD += ("tuned settings",)
 
 
 def rows(trained, ratios):
-    """The rows of all modes but the baseline. trained: {mode: what train returns}."""
+    """The rows of all modes except the baseline. trained: {mode: what train returns}."""
     for mode, (choice, lines) in trained.items():
         if mode != baseline and mode in ratios:
             yield row(mode, choice, lines[1.0], trained[baseline][1], ratios[mode])
@@ -247,10 +242,16 @@ def plan(scale, modes, extra):
 
 
 def done(scale, mode):
-    """The cost of the finished runs of a mode with this shape."""
-    shape = shape_of(scale) | {"residual": mode}
+    """The cost of the finished runs of a mode at this scale."""
     found = (study.DEFAULTS | line["settings"] for line in study.finished(name).values())
-    return sum(study.cost(full) for full in found if all(full[k] == shape[k] for k in shape))
+    return sum(study.cost(full) for full in found if is_of(full, scale, mode))
+
+
+def is_of(full, scale, mode):
+    """Whether all settings of a run are those of this mode and scale, except what is tuned."""
+    varied = {*TUNED, "seed", "max_iters", "eval_interval", "val_part", "eval_tokens"}
+    fixed = study.DEFAULTS | scale | {"residual": mode}
+    return all(full[key] == fixed[key] for key in fixed.keys() - varied - study.OF_PLACE)
 
 
 def main():

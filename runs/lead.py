@@ -1,15 +1,17 @@
 """
-Does a mode's lead over pre-norm last with more tokens or blocks? Which parts of NAG matter?
+Does a mode's lead over pre-norm last with more tokens or blocks? Which parts of NAG matter? What
+does a mixture of depths cost?
 
     python runs/lead.py --what=tokens    8 blocks of width 64, 1 to 16 MB (4 MB: the judge's runs)
     python runs/lead.py --what=blocks    4 to 64 blocks of width 64, 4 MB
     python runs/lead.py --what=nag       NAG with one part changed, 4 and 16 MB
+    python runs/lead.py --what=mod       NAG with mixtures of depths and with fewer blocks, 4 MB
     python runs/lead.py --what=tokens --names=nag --values=1000,8000    a part of it
 
 Each mode uses the settings that runs/judge.py found for it, or is tuned first if it was not judged.
 At other depths and for changes of NAG, the learning rate is tuned again. Each length is a separate
-run with its own schedule. Differences are paired by seed, with 95% intervals. Finished runs are in
-results/lead.jsonl, and are not repeated.
+run with its own schedule. Differences are from the plan's first name, paired by seed, with 95%
+intervals. Finished runs are in results/lead.jsonl, and are not repeated.
 """
 
 import statistics
@@ -22,8 +24,8 @@ from study import paired
 
 from configurator import configure
 
-what = "tokens"  # tokens, blocks or nag
-names: str | None = None  # only these modes or changes, separated by commas, and pre-norm
+what = "tokens"  # tokens, blocks, nag or mod
+names: str | None = None  # only these, separated by commas, and the first of the plan
 values: str | None = None  # only these steps or numbers of blocks, in this order
 
 SEEDS = (11, 12, 13)  # new: judge.py tuned on 0 and judged on 1, 2, ...
@@ -39,32 +41,55 @@ NAG = {
     "not centred": {"nag_centre": False},
     "no norm lane": {"nag_lane": False},
 }
+
+
+def mixtures(rate):
+    """{name: change} of mixtures of depths in which this share of tokens skips."""
+    both = {"mod_on": "both", "mod_rate": rate}
+    learned = {"mod_router": "learned"}
+    changes = {
+        "NAG's router": {},
+        "NAG's router with fallback": {"mod_fallback": True},
+        "learned router": learned,
+        "learned router on pre-norm": learned | {"residual": "prenorm"},
+        "random router": {"mod_router": "random"},
+        "NAG's router in every second block": {"mod_blocks": "alternate"},
+        "NAG's router in the inner blocks": {"mod_blocks": "inner"},
+        "NAG's router on MLPs": {"mod_on": "mlp"},
+    }
+    return {f"{name} {rate:g}": both | change for name, change in changes.items()}
+
+
+FEWER = {f"nag with {n} blocks": {"n_layer": n} for n in (6, 5)}
 AROUND = (0.5, 1.0, 2.0)  # learning rates to try, as multiples of the judge's
 PLANS = {  # {name: changes of NAG, or None: the mode itself}, what varies, its values, rates to try
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "orthogonal", "ngpt")),
                "max_iters", (1000, 2000, 8000, 16000), (1.0,)),  # 4000: the judge's runs
     "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 8, 16, 32, 64), AROUND),
     "nag": ({"prenorm": None} | NAG, "max_iters", (4000, 16000), AROUND),
+    "mod": ({"nag": None, "prenorm": None} | FEWER | mixtures(0.2) | mixtures(0.4),
+            "max_iters", (4000,), (1.0,)),
 }  # fmt: skip
 
 
 def tuned(name, change, scale, rates_around, lines_of):
     """Settings of a mode, or of NAG with a change, with the best learning rate at this scale."""
-    mode = name if change is None else "nag"
+    mode = name if change is None else change.get("residual", "nag")
     chosen = judge.tune(study.parse([judge.SCALE]), mode, partial(lines_of, "judge"))
     chosen |= change or {}
     if change and "gate_lr" in change:
         chosen["gate_lr"] = change["gate_lr"] * chosen["learning_rate"]
     rates = [chosen["learning_rate"] * times for times in rates_around]
     if len(rates) > 1:
-        chosen = judge.best_rate(scale, mode, chosen, rates, partial(lines_of, "lead"))
+        chosen = judge.best_rate(scale, mode, chosen, rates, partial(lines_of, "lead"), length=1.0)
     return {"residual": mode} | chosen
 
 
 def part(plan):
     """A plan with only the names and values asked for."""
     changes, axis, full, rates_around = plan
-    wanted = ("prenorm", *names.split(",")) if names else changes
+    first = next(iter(changes))
+    wanted = (first, *names.split(",")) if names else changes
     some = [int(value) for value in values.split(",")] if values else full
     unknown = {*wanted} - {*changes} | {*some} - {*full}
     if unknown:
@@ -85,8 +110,8 @@ def runs_of(changes, axis, values, rates_around, lines_of):
     return runs
 
 
-def rows(runs, lines_of):
-    """(name, value, mean loss, difference to pre-norm, half its interval) where all have finished.
+def rows(runs, first, lines_of):
+    """(name, value, mean loss, difference from the name first, half its interval) of finished runs.
 
     The last three are None if a run diverged.
     """
@@ -94,8 +119,8 @@ def rows(runs, lines_of):
     found = {at: [next(lines) for _ in SEEDS] for at in runs}
     losses = {at: [line["loss"] for line in of] for at, of in found.items() if None not in of}
     for (name, value), ours in losses.items():
-        if ("prenorm", value) in losses:
-            theirs = losses["prenorm", value]
+        if (first, value) in losses:
+            theirs = losses[first, value]
             whole = None not in (*ours, *theirs)
             numbers = (statistics.mean(ours), *paired(ours, theirs)) if whole else [None] * 3
             yield name, value, *numbers
@@ -105,11 +130,12 @@ def main():
     configure(globals(), argv=sys.argv[1:])
     if what not in PLANS:
         raise SystemExit(f"what={what!r}: choose from {', '.join(PLANS)}")
-    for name, value, loss, difference, half in rows(
-        runs_of(*part(PLANS[what]), study.run), study.run
-    ):
+    changes, *rest = part(PLANS[what])
+    runs = runs_of(changes, *rest, study.run)
+    width = max(map(len, changes))
+    for name, value, loss, difference, half in rows(runs, next(iter(changes)), study.run):
         result = "diverged" if loss is None else f"{loss:.4f} {difference:+.4f} ± {half:.4f}"
-        print(f"{name:<32} {value:>6} {result}")
+        print(f"{name:<{width}} {value:>6} {result}")
 
 
 if __name__ == "__main__":

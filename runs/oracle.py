@@ -6,15 +6,15 @@ predicts it?
 
 For a trained model without a mixture of depths. The rise of a token at a sublayer is the rise of
 the whole sequence's loss when only this token skips only this sublayer. As in mod.py, other tokens
-still attend to its keys and values. A router should skip the tokens with the lowest rises. Scores
-that could rank them, computed before the sublayer (the first two) or after it:
+still attend to its keys and values. A router should skip the tokens with the lowest rises. It
+compares these scores; the first two are known before the sublayer runs:
 
     turn       NAG's a, the router of its mixture of depths
     probe      a linear function of the sublayer's input, fitted to the ranks of the rises on half
                of the text
     update     |new - old| / |old| of the stream
     angle      between the old and the new stream
-    random
+    random     a control
 
 On the other half, for each sublayer: the rank correlation of score and rise, and the regret at
 `rate`: the mean rise of the tokens that the score skips, minus the lowest possible mean.
@@ -53,7 +53,7 @@ def sublayers(model, idx):
 
 
 def apply(sublayer, stream, scale, runs=None):
-    """(input of the sublayer, stream it was read from, new stream). runs (B, T, 1): who runs."""
+    """(input of the sublayer, stream it was read from, new stream). runs (B, T, 1): which run."""
     residual, run = sublayer
     h, before = residual.read(stream)
     after = residual.write(before, run(h), scale)

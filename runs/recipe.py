@@ -14,7 +14,7 @@ import statistics
 from study import gap_at, plus_minus, race, run, table
 
 COMMON = {"max_iters": 800, "eval_interval": 800, "eval_tokens": 262144, "log_interval": 20}
-# The recipe until this study. Its winners, ReLU and no logit cap, are the defaults since.
+# The recipe until this study. Its winners, ReLU and no logit cap, became the defaults.
 COMMON |= {"activation": "relu2", "logit_cap": 15.0}
 SEEDS = (1, 2, 3)
 LENGTHS = {steps: {"max_iters": steps, "eval_interval": steps} for steps in (600, 1200)}

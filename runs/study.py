@@ -49,6 +49,7 @@ OF_PLACE = set(
     "wandb_project device loss_chunk recompute shard log_grad_norms".split()
 )
 POINTS = 40  # most points per curve
+MOD = ("--what=mod", "--depth_tokens=16384")  # of a mixture of depths: how many tokens skip
 ROUNDS, STEPS = 45, 4  # rounds per race, and steps of each run per round
 # keys of eval.json that a line keeps
 DEPTH = ("norm", "rotation", "from embedding", "update", "max/rms", "kurtosis", "sink", "dropped")
@@ -170,6 +171,7 @@ def summary(folder):
         "step_s": round(statistics.median(times), 5) if times else None,
         "steps": last["step"],
         "tokens": last["tokens"],
+        "flops": last["flops"],
         "params": header["params"]["all"],
         "gates": last.get("gates"),
         "commit": header["git"],
@@ -188,6 +190,7 @@ def thinned(curve):
 def train(settings, device, folder, look, lock=None):
     """Train one run, or continue it. look: arguments of eval.py, to measure the stream by depth.
 
+    Of a mixture of depths, eval.py measures the share of tokens that skip under its causal rule.
     lock: a locked file. The children hold it too: if only this process is killed, a second start
     waits for them.
     """
@@ -202,11 +205,15 @@ def train(settings, device, folder, look, lock=None):
     found = summary(folder)
     if found is None or (done.returncode and found["loss"] is not None):
         raise SystemExit(f"{folder} did not finish: see the message of train.py above")
+    look = MOD if settings.get("mod_on", "none") != "none" else look
     if look and found["loss"] is not None:
         where = [f"--out_dir={folder}", f"--device={device}"]
         subprocess.run([sys.executable, EVAL, *where, *look], check=True, **how)
-        report = json.loads((folder / "eval.json").read_text())["depth"]
-        found["depth"] = {k: short(report[k]) for k in DEPTH if k in report}
+        report = json.loads((folder / "eval.json").read_text())
+        if "depth" in report:
+            found["depth"] = {k: short(report["depth"][k]) for k in DEPTH if k in report["depth"]}
+        if "mod" in report:
+            found["skipped"] = short(report["mod"]["rate"])
     return found
 
 
@@ -262,11 +269,10 @@ def cost(settings):
     return full["max_iters"] * full["batch_size"] * full["block_size"] * full["n_layer"]
 
 
-def run(study, runs, look=(), keep=False, progress=None):
+def run(study, runs, look=(), progress=None):
     """Train the runs that have no result yet. Returns one line per run, in the order of runs.
 
-    look: arguments of eval.py. keep: leave the checkpoints, in out/study/KEY. progress: the
-    Progress of a larger plan that includes these runs.
+    look: arguments of eval.py. progress: the Progress of a larger plan that includes these runs.
     """
     lines = finished(study)
     wanted = [name_of({"key": key(settings)} | place(settings)) for settings in runs]
@@ -278,7 +284,7 @@ def run(study, runs, look=(), keep=False, progress=None):
         try:
             if stopped.is_set():
                 raise SystemExit(f"{study}: stopped")
-            lines[name] = line = locked(study, name, missing[name], device, look, keep)
+            lines[name] = line = locked(study, name, missing[name], device, look)
         except BaseException:
             stopped.set()  # start no other run
             raise
@@ -313,7 +319,7 @@ def probe(settings, steps=30):
     return found["step_s"]
 
 
-def locked(study, name, settings, device, look, keep):
+def locked(study, name, settings, device, look):
     """Train a run, unless another process has. Returns its line."""
     folder = ROOT / "out" / "study" / "-".join(name).replace(" ", "-")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -324,8 +330,7 @@ def locked(study, name, settings, device, look, keep):
         line = {"key": name[0], "settings": changed(settings)}
         line |= train(settings, device, folder, look, lock) | place(settings)
         append(study, line)
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     return line
 
 
@@ -338,13 +343,16 @@ def race(study, runs, measure=True):
 
     The ratio is seconds per token over the first run's. Runs take turns in this process, STEPS
     steps at a time, with one thread as in training; keep the machine quiet. Results are kept as
-    lines with "race", both keys, and "ratio". measure=False: return only kept results.
+    lines with "race", both keys, and "ratio". measure=False: return only kept results, which must
+    be of one kind of device.
     """
     names = [key(settings) for settings in runs.values()]
     lines = [line for line in read(study) if "race" in line]
     if measure:
         computes = place(next(iter(runs.values())))["computes"]
         lines = [line for line in lines if line["computes"] == computes]
+    elif len({line["computes"] for line in lines}) > 1:
+        raise SystemExit(f"{study}: its times have different devices, dtypes or compilation")
     known = {tuple(line["race"]): line["ratio"] for line in lines}
     missing = [name for name, other in zip(runs, names) if (names[0], other) not in known]
     if missing and measure:
