@@ -499,9 +499,9 @@ def refuse_unused(model, given):
             raise SystemExit(f"{key}={given[key]!r} needs mod_rate, and a model without routers")
 
 
-def choose_parts(model, settings, has_text):
+def choose_parts(model, settings, has_shards):
     """The parts to evaluate. Unknown parts and settings of parts that do not run are errors."""
-    known = ["loss", "depth", "mod", "sample", "tasks"]
+    known, has_text = ["loss", "depth", "mod", "sample", "tasks"], has_shards or text is not None
     if not mod.routers(model):
         known.remove("mod")
     parts = known[:-1] if what is None else what.split(",")
@@ -514,7 +514,7 @@ def choose_parts(model, settings, has_text):
     elif not has_text and reads:
         raise SystemExit(f"{', '.join(reads)}: this model has no shards: give --text or --data_dir")
     used_by = dict.fromkeys(("tasks", "task_dir", "limit", "num_fewshot"), ("tasks",))
-    if mod_rate is None:  # else the text may set the thresholds
+    if mod_rate is None or has_shards:  # else dial reads the text
         used_by["text"] = ("loss", "depth", "mod")
     for key, users in used_by.items():
         if settings[key] is not None and not set(users) & set(parts):
@@ -551,7 +551,7 @@ def main():
     if loss_chunk is not None:
         model.loss_chunk = loss_chunk
     windows, encoding = open_data(state, model)
-    parts = choose_parts(model, settings, windows is not None or text is not None)
+    parts = choose_parts(model, settings, windows is not None)
     refuse_unused(model, given)
     if context is not None and context > model.config.block_size:
         raise SystemExit(f"context={context}: must be at most block_size={model.config.block_size}")

@@ -159,6 +159,8 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, tmp_p
     refuses("was trained with lora_dropout=0.1, not 0.5", resume, run, lora_dropout=0.5)
     refuses("holds adapters: merge them first", resume, tmp_path / "x", init_from=run, lora_rank=4)
     refuses("with bias=False, not True", resume, tmp_path / "x", init_from=base, bias=True)
+    branch = dict(branch_from=merged, out_dir=tmp_path / "x")
+    refuses("has no optimizer state", script, "train.py", **branch)
     os.rename(base, tmp_path / "away")
     refuses(f"belong to {base}/ckpt.pt, which is gone or has changed", lora.load_model, run)
 

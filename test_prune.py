@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -267,6 +268,17 @@ def test_eval_refuses_to_prune_a_model_with_routers(trained):
 ])  # fmt: skip
 def test_eval_refuses_bad_values(how, message, trained):
     refuses(message, script, "eval.py", what="loss", out_dir=trained / "dense", **how)
+
+
+def test_eval_measures_a_text_of_two_rows_and_keeps_parts_before_one_that_fails(trained, tmp_path):
+    text, out = tmp_path / "a.txt", tmp_path / "run"
+    shutil.copytree(trained / "dense", out)
+    text.write_text("x = 1\n" * 8)  # a row of 32 bytes and a padded one
+    found = evaluated(out, "loss,depth", text=text, depth_tokens=32)
+    assert found["loss"]["tokens"] == 48 + 1 and len(found["depth"]["norm"]) == 5
+    with pytest.raises(SystemExit):  # without lm-eval too
+        evaluated(out, "loss,tasks", eval_tokens=512, tasks="no_such_task")
+    assert json.load(open(out / "eval.json"))["loss"]["tokens"] == 512
 
 
 @cases("run", ["dense", "routed"])
