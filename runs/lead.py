@@ -5,13 +5,14 @@ does a mixture of depths cost?
     python runs/lead.py --what=tokens    8 blocks of width 64, 1 to 16 MB (4 MB: the judge's runs)
     python runs/lead.py --what=blocks    4 to 64 blocks of width 64, 4 MB
     python runs/lead.py --what=nag       NAG with one part changed, 4 and 16 MB
+    python runs/lead.py --what=bhyt      BHyT with other initial lambdas and gains, 4 MB
     python runs/lead.py --what=mod       NAG with mixtures of depths and with fewer blocks, 4 MB
     python runs/lead.py --what=tokens --names=nag --values=1000,8000    a part of it
 
 Each mode uses the settings that runs/judge.py found for it, or is tuned first if it was not judged.
-At other depths and for changes of NAG, the learning rate is tuned again. Each length is a separate
-run with its own schedule. Differences are from the plan's first name, paired by seed, with 95%
-intervals. Finished runs are in results/lead.jsonl, and are not repeated.
+At other depths and for changes of NAG and BHyT, the learning rate is tuned again. Each length is a
+separate run with its own schedule. Differences are from the plan's first name, paired by seed, with
+95% intervals. Finished runs are in results/lead.jsonl, and are not repeated.
 """
 
 import statistics
@@ -24,7 +25,7 @@ from study import paired
 
 from configurator import configure
 
-what = "tokens"  # tokens, blocks, nag or mod
+what = "tokens"  # tokens, blocks, nag, bhyt or mod
 names: str | None = None  # only these, separated by commas, and the first of the plan
 values: str | None = None  # only these steps or numbers of blocks, in this order
 
@@ -41,6 +42,9 @@ NAG = {
     "not centred": {"nag_centre": False},
     "no norm lane": {"nag_lane": False},
 }
+BHYT = {f"lambda starts at {n}": {"bhyt_lambda": (n, n, 0.0)} for n in (1.0, 3.0, 5.0)}
+BHYT |= {"lambda fixed": {"bhyt_learned": False}, "outputs of variance 1": {"bhyt_unit": True}}
+BHYT = {name: {"residual": "bhyt"} | change for name, change in BHYT.items()}
 
 
 def mixtures(rate):
@@ -62,18 +66,20 @@ def mixtures(rate):
 
 FEWER = {f"nag with {n} blocks": {"n_layer": n} for n in (6, 5)}
 AROUND = (0.5, 1.0, 2.0)  # learning rates to try, as multiples of the judge's
-PLANS = {  # {name: changes of NAG, or None: the mode itself}, what varies, its values, rates to try
+# {name: changes of NAG or of a residual, or None: the mode}, what varies, its values, rates to try
+PLANS = {
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "orthogonal", "ngpt")),
                "max_iters", (1000, 2000, 8000, 16000), (1.0,)),  # 4000: the judge's runs
     "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 8, 16, 32, 64), AROUND),
     "nag": ({"prenorm": None} | NAG, "max_iters", (4000, 16000), AROUND),
+    "bhyt": (dict.fromkeys(("prenorm", "bhyt")) | BHYT, "max_iters", (4000,), AROUND),
     "mod": ({"nag": None, "prenorm": None} | FEWER | mixtures(0.2) | mixtures(0.4),
             "max_iters", (4000,), (1.0,)),
 }  # fmt: skip
 
 
 def tuned(name, change, scale, rates_around, lines_of):
-    """Settings of a mode, or of NAG with a change, with the best learning rate at this scale."""
+    """Settings of a mode, or of one with a change, with the best learning rate at this scale."""
     mode = name if change is None else change.get("residual", "nag")
     chosen = judge.tune(study.parse([judge.SCALE]), mode, partial(lines_of, "judge"))
     chosen |= change or {}

@@ -238,17 +238,14 @@ def lead_text():
     command = "```sh\npython runs/lead.py --what=tokens\n```"
     text = f"## Does the lead last?\n\n{wrap(text)}\n\n{command}\n\n{image}\n\n{table(head, rows)}"
     for what, title, words in (
-        ("blocks", "blocks", "Fewer and more blocks, with the learning rate tuned for each:"),
-        (
-            "nag",
-            "steps",
-            "NAG with one part changed, with the learning rate tuned for each, at 4,000 steps:",
-        ),
+        ("blocks", "blocks", "Fewer and more blocks"),
+        ("nag", "steps", "NAG with one part changed"),
+        ("bhyt", "steps", "BHyT with other initial values"),
     ):
         rows = [(name, f"{value:,}", f"{loss:.4f}", plus_minus(interval))
                 for name, value, loss, *interval in leads(what) if loss is not None]  # fmt: skip
         if rows:
-            text += f"\n{words}\n\n```sh\npython runs/lead.py --what={what}\n```\n\n"
+            text += f"\n{words}, with the learning rate tuned for each at 4,000 steps:\n\n```sh\npython runs/lead.py --what={what}\n```\n\n"
             text += table(("mode or change", title, "loss", "difference from pre-norm"), rows)
     return text
 
@@ -650,10 +647,13 @@ def first_page():
     path = SPEED / "nanochat_8x128.txt"
     (theirs, _, seconds), *_ = race(path)
     passed = re.search(r"ours after (\d+) s", path.read_text())[1]
+    image = "![What each part of the default recipe is worth](results/recipe.png)"
+    if lead_text():
+        image = "![Difference from pre-norm against bytes per parameter](results/lead.png)"
     text = f"`make train` ends at a validation loss of {whole:.3f} nats per byte. nanochat's model and optimizer, with their own "
     text += f"learning rates, reach {theirs} in {seconds} s; ours pass that loss after {passed} s (one run each, same machine). "
     if not trained:
-        return wrap(text) + "\n"
+        return f"{image}\n\n{wrap(text)}\n"
     line = trained[judge.baseline][1][1.0][0]
     size, per = line["params"] / 1e6, line["tokens"] / line["params"]
     rows = list(judge.rows(trained, ratios))
@@ -674,9 +674,6 @@ def first_page():
     text += f"AdamW with one rate in place of Muon with three raises the loss by {parts['AdamW, one rate']:.2f}, and removing the value embeddings by "
     text += f"{parts['no value embeddings']:.2f} (8 blocks of width 128, 800 steps, learning rates not tuned again). "
     text += "Such small models give hints for larger ones, no more. [RESULTS.md](RESULTS.md) has all results."
-    image = "![What each part of the default recipe is worth](results/recipe.png)"
-    if lead_points():
-        image = "![Difference from pre-norm against bytes per parameter](results/lead.png)"
     return f"{image}\n\n{wrap(text)}\n"
 
 
