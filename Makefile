@@ -28,11 +28,11 @@ lint: .venv/ready-to-test
 	.venv/bin/pip install --quiet -r requirements.txt
 	touch $@
 
-.venv/ready-to-test: .venv/ready
+.venv/ready-to-test: .venv/ready Makefile
 	.venv/bin/pip install --quiet $(DEVELOPMENT)
 	touch $@
 
-.venv/ready-for-slow: .venv/ready-to-test
+.venv/ready-for-slow: .venv/ready-to-test Makefile
 	.venv/bin/pip install --quiet $(OTHERS)
 	touch $@
 

@@ -194,6 +194,20 @@ def means_by(group, **values):
     return means | {"share": (count / len(group))[filled].tolist()}
 
 
+@torch.no_grad()
+def leak(model):
+    """How far logits move if only later tokens change, over the logits' std. 0: it is causal."""
+    T = min(128, model.config.block_size)
+    ids = torch.randint(model.config.vocab_size, (2, T), generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([t for t in (0, 1, 3, 7, 15, 31, 32, 63) if t < T])
+    later = torch.arange(T) > ends[:, None]  # (ends, T)
+    device = model.embed.weight.device
+    one = model(ids[:1].expand(len(ends), T).to(device))[0]
+    other = model(torch.where(later, ids[1], ids[0]).to(device))[0]
+    moved = (one - other).abs().amax(-1).cpu()
+    return float(moved[~later].max() / one.std())
+
+
 class PassOn(nn.Module):
     """Replaces a block; returns the stream unchanged."""
 

@@ -548,11 +548,15 @@ def main():
     pick_dtype(dtype, device.type)  # refuse an unknown dtype before any work
     path = out_dir if checkpoint is None else os.path.join(out_dir, checkpoint)
     state, model = lora.load_model(path, device)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise SystemExit(f"{state['path']}: some weights are not finite")
     if loss_chunk is not None:
         model.loss_chunk = loss_chunk
     windows, encoding = open_data(state, model)
     parts = choose_parts(model, settings, windows is not None)
     refuse_unused(model, given)
+    if {*parts} - {"sample", "tasks"} and depth.leak(model) > 1e-3:
+        raise SystemExit("not causal: logits change with later tokens, so no loss means anything")
     if context is not None and context > model.config.block_size:
         raise SystemExit(f"context={context}: must be at most block_size={model.config.block_size}")
     directory = data_dir or state["settings"]["data_dir"]

@@ -152,10 +152,10 @@ def begin(model, state, wanted):
 
     Returns the description of the adapters for this run's checkpoints; None without adapters.
     """
+    refuse_adapters(state)
     load_state(model, state)
     if not wanted["rank"]:
-        return state.get("lora")
-    refuse_adapters(state)
+        return None
     adapt(model, **wanted)
     return wanted | {"base": os.path.abspath(state["path"]), "sha256": digest(state["path"])}
 

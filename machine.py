@@ -139,10 +139,10 @@ def peak_memory_gb(device):
 
 
 def commit():
-    """The git commit of this directory, +changes if files differ from it; empty without git."""
+    """The git commit of this directory, +changes if its code differs; empty without git."""
     if shutil.which("git") is None:
         return ""
     here = os.path.dirname(os.path.abspath(__file__))
     ask = partial(subprocess.run, cwd=here, capture_output=True, text=True)
-    changes = ask(["git", "status", "--porcelain", "--untracked-files=no"]).stdout
+    changes = ask(["git", "status", "--porcelain", "--untracked-files=no", "*.py"]).stdout
     return ask(["git", "rev-parse", "HEAD"]).stdout.strip() + ("+changes" if changes else "")

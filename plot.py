@@ -140,8 +140,10 @@ def grouped(runs, ignore=()):
 
     A label has the mode, and the settings in which the runs of this mode differ.
     """
-    ignore = ("seed", "out_dir", "init_from", "max_iters", *ignore)
+    ignore = ("seed", "out_dir", *ignore)
+    scratch = dict.fromkeys(("scratch", "auto", "resume"), {"init_from": "scratch"})
     settings = {run: read_log(run)[0] for run in runs}
+    settings = {run: own | scratch.get(own.get("init_from"), {}) for run, own in settings.items()}
     groups = {}
     for run, own in settings.items():
         mode = own["residual"]
@@ -241,8 +243,7 @@ def target(axes, runs):
 def rate(axes, runs):
     dense = [run for run in runs if read_log(run)[0]["mod_rate"] == 0]
     routed = [run for run in runs if run not in dense]
-    ignore = ["mod_rate", "gate_lr", "nag_directions"]
-    against(axes, routed, lambda s: s["mod_rate"], ignore, final_loss, dense)
+    against(axes, routed, lambda s: s["mod_rate"], ["mod_rate"], final_loss, dense)
     axes.set(xlabel="share of tokens that skip", ylabel=LOSS)
 
 

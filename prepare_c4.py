@@ -249,9 +249,12 @@ def prepare(settings):
         raise SystemExit(f"val_share={settings['val_share']}: must be at least 0 and below 1")
     train, val = list_files(source)
     if settings["val_source"] is not None:
-        val = list_files(settings["val_source"])[0]
+        files, of_c4 = list_files(settings["val_source"])
+        val = of_c4 or files
     if not train or val == []:
         raise SystemExit(f"no file matches {source if not train else settings['val_source']!r}")
+    if both := {*train} & {*(val or [])}:
+        raise SystemExit(f"val_source: {len(both)} files are also in source, such as {min(both)}")
 
     name = settings["tokenizer"] or ("bytes" if source == "python" else "gpt2")
     encoding = get_tokenizer(name)

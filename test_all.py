@@ -1201,7 +1201,7 @@ def test_shards_hold_every_document_once_in_order_and_the_formats_agree(texts):
     assert 10 < len(val) < 90
     for source, train, val, argv in (
         *[(f"a.{kind}", train, val, "--val_share=0.2") for kind in ("jsonl", "json.gz", "parquet")],
-        ("*.txt", TEXTS[:20], TEXTS[:10], "--val_share=0.0 --val_source=00*.txt"),
+        ("01*.txt", TEXTS[10:20], TEXTS[:10], "--val_share=0.0 --val_source=00*.txt"),
     ):
         argv = [f"--source={source}", "--tokenizer=bytes", "--shard_tokens=500", *argv.split()]
         directory = make_data(f"made from {source}", *argv)

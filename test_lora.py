@@ -157,7 +157,9 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, tmp_p
     assert all(name.endswith((".A", ".B")) for name in log.records[-1]["grad_norms"])
     refuses("was trained with lora_rank=8, not 3", resume, run, lora_rank=3)
     refuses("was trained with lora_dropout=0.1, not 0.5", resume, run, lora_dropout=0.5)
-    refuses("holds adapters: merge them first", resume, tmp_path / "x", init_from=run, lora_rank=4)
+    for rank in (0, 4):
+        how = dict(init_from=run, lora_rank=rank)
+        refuses("holds adapters: merge them first", resume, tmp_path / "x", **how)
     refuses("with bias=False, not True", resume, tmp_path / "x", init_from=base, bias=True)
     branch = dict(branch_from=merged, out_dir=tmp_path / "x")
     refuses("has no optimizer state", script, "train.py", **branch)

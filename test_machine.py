@@ -302,6 +302,17 @@ SIZES = {"llama_1b": (1.076e9, 6.658e9), "llama_3b": (2.973e9, 18.37e9)}  # para
 CONFIGS = sorted(set(glob.glob(f"{HERE}/config/*.py")) - {f"{HERE}/config/sft_lima.py"})
 
 
+def test_a_compiler_that_fails_says_how_to_do_without(data, tmp_path, monkeypatch):
+    def broken(graph, inputs):
+        raise OSError("no compiler")
+
+    broken_blocks = lambda model: [block.compile(backend=broken) for block in model.blocks]
+    monkeypatch.setattr(GPT, "compile_blocks", broken_blocks)
+    for interval in (0, 5):  # the first step, and the evaluation before it
+        with pytest.raises(RuntimeError, match="try --compile=False"):
+            train(data, tmp_path / str(interval), compile=True, eval_interval=interval)
+
+
 @cases("path", [slow(path) if path.endswith("3b.py") else path for path in CONFIGS])
 def test_the_size_of_every_config_is_known_without_its_memory(tmp_path, path):
     name = os.path.basename(path)[:-3]

@@ -112,13 +112,16 @@ def test_eager_decoding_runs_no_mlp_for_a_token_that_skips_it():
 
 
 def test_decoding_leaves_the_number_of_threads_alone(monkeypatch):
-    model, before, seen = tiny(), torch.get_num_threads(), []
+    model, seen, length = tiny(), [], 4
     model.register_forward_hook(lambda *args: seen.append(torch.get_num_threads()))
-    for small, count in ((generate.SMALL, 1), (0, before)):
+    each = model.num_params(active=True) * 2  # products for a token of two texts
+    for small, counts in ((each + 1, [2, 1]), (length * each + 1, [1, 1]), (0, [2, 2])):
         monkeypatch.setattr(generate, "SMALL", small)
-        for _ in generate.stream_tokens(model, some_ids(T=4), 2):
-            assert torch.get_num_threads() == before
-        assert seen.pop() == seen.pop() == count
+        with generate.threads(2):
+            for _ in generate.stream_tokens(model, some_ids(T=length), 2):
+                assert torch.get_num_threads() == 2
+        assert seen == counts  # for the prompt, and for a token
+        seen.clear()
 
 
 @cases("queries, keys", [(300, 300), (256, 256), (19, 32), (3, 300), (190, 300)])

@@ -15,6 +15,7 @@ import norms
 import streams as streams_file
 from model import GPT, RESIDUALS, GPTConfig
 from test_all import (
+    EXTRAS,
     MOD,
     TINY,
     assert_close,
@@ -184,6 +185,20 @@ def test_adapters_of_ngpt_and_what_they_adapt_are_left_alone():
     model.requires_grad_()
     model.after_step()
     assert off_the_sphere(model.state_dict()) < 1e-6
+
+
+# --- Leaks ---------------------------------------------------------------------------------------
+
+
+@cases("changes", [
+    *(dict(residual=residual) for residual in RESIDUALS),
+    dict(residual="nag", **MOD), dict(residual="hc", **MOD, mod_router="learned"),
+])  # fmt: skip
+def test_eval_finds_a_leak_only_where_routing_looks_ahead(changes):
+    model = routed(**changes | EXTRAS)
+    assert depth.leak(model) < 1e-5
+    with mod.switched(model, "look_ahead"):
+        assert (depth.leak(model) > 1e-3) == ("mod_on" in changes)
 
 
 # --- Small ones -----------------------------------------------------------------------------------

@@ -555,6 +555,14 @@ def gradients():
     return loss, norm, stop > 0, save_now > 0
 
 
+def first_run(run):
+    """run(), which compiles: on an error, say how to do without."""
+    try:
+        return run()
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise RuntimeError("torch.compile failed: try --compile=False") from error
+
+
 def balance_load():
     """Balance the experts and update the routers. Returns the experts' shares of the tokens."""
     global flops_per_step
@@ -653,7 +661,7 @@ if step == 0 and keep_interval:
     save("kept")
 log({"run": header})
 if step == 0 and eval_interval:
-    seen = validate()
+    seen = first_run(validate)
     log({"step": 0, "tokens": 0, "flops": 0} | seen)
     if main:
         print(f"step 0 | val {seen['val_loss']:.4f}")
@@ -662,7 +670,7 @@ stopped, busy, since, grad_norms, last_save = False, 0.0, step, {}, time.monoton
 while not finished() and not stopped:
     began, factor = time.perf_counter(), learning_rate_factor()
     prepare_step(factor)
-    loss, norm, stopped, save_now = gradients()
+    loss, norm, stopped, save_now = first_run(gradients)
     good = math.isfinite(loss) and math.isfinite(norm)
     bad_steps = 0 if good else bad_steps + 1
     for opt in optimizers:

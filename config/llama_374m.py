@@ -11,6 +11,7 @@ include = "plain.py"
 data_dir = "data/c4"
 out_dir = "out/llama_374m"
 init_from = "auto"
+init_out = "plain"
 
 residual = "prenorm"
 n_layer = 16

@@ -5,7 +5,6 @@ llama_374m.py or llama_3b.py. Give each shape its own --out_dir.
 
 out_dir = "out/llama_bhyt"
 residual = "bhyt"
-init_out = "plain"
 learning_rate = 5e-4
 min_lr = 5e-6
 warmup_share = 0.1

@@ -100,7 +100,7 @@ def recursion(model, start, rho):
             shares = [1.0, 1.0]
             if bound == "least":
                 shares = [float(torch.tanh(norm.lam) / norm.lam) ** 2 for norm in norms]
-            added = float(added_variance(block, model.config.block_size, gain_aware=True))
+            added = float(added_variance(block, block.attn_residual.T, gain_aware=True))
             v = grow(v, added * shares[0], rho[2 * b])
             values.append(v)
             spread = float(norm_variance(norms[1])) * shares[1]
@@ -136,7 +136,7 @@ def measure(model, batches):
         parts.append(torch.stack(squares))  # (n_layer, 2, B, T)
     before, after = torch.cat(parts, dim=2).double().unbind(1)
 
-    T, gain_aware = model.config.block_size, model.config.bhyt_unit
+    T, gain_aware = model.blocks[0].attn_residual.T, model.config.bhyt_unit
     added = torch.stack([added_variance(block, T, gain_aware) for block in model.blocks])
     predicted = before + added.view(-1, 1, 1)
     fits = [fit(p.flatten(), m.flatten()) for p, m in zip(predicted, after)]

@@ -255,7 +255,7 @@ def is_of(full, scale, mode):
 
 
 def main():
-    own = [arg for arg in sys.argv[1:] if arg[2:].partition("=")[0] in OWN]
+    own = [arg for arg in sys.argv[1:] if arg[2:].partition("=")[0] in (*OWN, "help")]
     rest = [arg for arg in sys.argv[1:] if arg not in own]
     configure(globals(), argv=own)
     globals().update(name=f"rehearsal_{name}" if rehearse else name)

@@ -39,9 +39,11 @@ def wrap(text):
 
 
 def default_run():
-    last = json.loads((RESULTS / "default" / "log.jsonl").read_text().splitlines()[-1])
+    """(records with a validation loss, tokens per step, loss on the whole validation split)"""
+    log = map(json.loads, (RESULTS / "default" / "log.jsonl").read_text().splitlines())
+    records = [record for record in log if record.get("val_loss")]
     whole = json.loads((RESULTS / "default" / "eval.json").read_text())["loss"]["loss"]
-    return last["step"], last["tokens"] // last["step"], whole
+    return records, records[-1]["tokens"] // records[-1]["step"], whole
 
 
 def race(path):
@@ -56,9 +58,11 @@ def race(path):
 
 
 def the_recipe():
-    steps, size, whole = default_run()
-    ends = f"`python train.py` with its defaults ends at {whole:.4f} nats per byte, on the whole validation split, "
-    ends += f"after {steps:,} steps of {size:,} bytes (`results/default`)."
+    records, size, whole = default_run()
+    curve = ", ".join(f"{record['step']:,}: {record['val_loss']:.2f}" for record in records)
+    ends = f"`python train.py` with its defaults ends at {records[-1]['val_loss']:.4f} nats per byte on the validation tokens that it evaluates, and "
+    ends += f"at {whole:.4f} on the whole split, after {records[-1]['step']:,} steps of {size:,} bytes (`results/default`). If yours is normal, its validation "
+    ends += f"loss at each step is close to this: {curve}."
     beside = "nanochat's model and optimizer (with its own learning rates) against ours, on the same machine and "
     beside += "shards. One run each. Times exclude the first three steps. If our run ends "
     beside += "first, we compare its final loss."
@@ -321,9 +325,8 @@ def oracle_text():
 
 def published():
     """The published claims, with our measurements."""
-    text = "The second column quotes the papers that README links. Short runs are those under 'Earlier, shorter runs'."
-    if list(claims.classrooms()):
-        text += " The last rows are about popular examples without a paper."
+    text = "The second column quotes the papers that README links; the last four rows are about popular examples without a paper. "
+    text += "Short runs are those under 'Earlier, shorter runs'."
     rows = claims.rows(judged()[0], Earlier())
     return f"## Published claims\n\n{wrap(text)}\n\n{table(claims.HEAD, rows)}"
 
@@ -643,14 +646,14 @@ START, END = "<!-- written by runs/report.py -->\n", "<!-- end -->"
 def first_page():
     """The figure and what was found, or only the default run if nothing is judged yet."""
     trained, ratios = judged()
-    _, _, whole = default_run()
+    records, _, whole = default_run()
     path = SPEED / "nanochat_8x128.txt"
     (theirs, _, seconds), *_ = race(path)
     passed = re.search(r"ours after (\d+) s", path.read_text())[1]
     image = "![What each part of the default recipe is worth](results/recipe.png)"
     if lead_text():
         image = "![Difference from pre-norm against bytes per parameter](results/lead.png)"
-    text = f"`make train` ends at a validation loss of {whole:.3f} nats per byte. nanochat's model and optimizer, with their own "
+    text = f"`make train` ends at a validation loss of {records[-1]['val_loss']:.3f} nats per byte ({whole:.3f} on the whole split). nanochat's model and optimizer, with their own "
     text += f"learning rates, reach {theirs} in {seconds} s; ours pass that loss after {passed} s (one run each, same machine). "
     if not trained:
         return f"{image}\n\n{wrap(text)}\n"
