@@ -396,6 +396,12 @@ def test_the_classroom_comes_out_as_expected(data, tmp_path, monkeypatch, capsys
     assert lines[1]["steps"] == 60 and lines[1]["last"] < lines[1]["first"]
     kaiming = next(line["variance"] for line in lines if line["settings"].get("start") == "kaiming")
     assert max(kaiming) / min(kaiming) < 4  # the aim of kaiming
+    import report
+
+    assert report.classrooms().count("| - | 0.") == 2  # W_V has no gradient, W_up has one
+    assert report.classrooms().count("| query, key, value, out_proj |") == 2
+    report.classroom_figure(tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
 
 
 def test_a_study_trains_and_measures_a_real_run(data, tmp_path, monkeypatch):

@@ -331,6 +331,72 @@ def published():
     return f"## Published claims\n\n{wrap(text)}\n\n{table(claims.HEAD, rows)}"
 
 
+def classroom_lines():
+    """{what: {its settings as a tuple: line}} of runs/classroom.py."""
+    found = defaultdict(dict)
+    for line in read("classroom"):
+        known = line["settings"]
+        names = {"transformer": ("skip", "rate"), "stack": ("case",), "walk": ("start",)}[
+            known["what"]
+        ]
+        found[known["what"]][tuple(known[name] for name in names)] = line
+    return found
+
+
+def classrooms():
+    """What runs/classroom.py measured, or nothing."""
+    found = classroom_lines()
+    if not found:
+        return ""
+    text = "Popular examples, repeated (one seed). Stacks of MLPs predict a byte from the 8 before it. The transformer is one post-norm block over 65 "
+    text += "characters; 'deleted' removes the line x = x + output after attention, so that nothing reads its output. The variances are those of 12 layers "
+    text += "before training, first and last layer. The figure has all curves."
+    parts = [
+        "```sh\npython runs/classroom.py\n```",
+        "![Loss of the small models](results/classroom.png)",
+    ]
+    rows = [(case, line["first"], line["last"], line["steps"], line["verdict"])
+            for (case,), line in found["stack"].items()]  # fmt: skip
+    if rows:
+        parts.append(table(("stack", "first loss", "last loss", "steps", "verdict"), rows))
+    rows = []
+    for (start,), line in found["walk"].items():
+        ends = (
+            f"{line[key][0]:.3g} to {line[key][-1]:.3g}" for key in ("variance", "of the gradient")
+        )
+        rows.append((start, *ends))
+    if rows:
+        head = ("initialisation", "variance of activations", "variance of their gradients")
+        parts.append(table(head, rows))
+    rows = []
+    for (skip, rate), line in found["transformer"].items():
+        norms = line["gradients"]
+        of = (
+            "-" if norms[f"{n}.weight"] is None else norms[f"{n}.weight"] for n in ("value", "up")
+        )
+        without = dict.fromkeys(n.partition(".")[0] for n, norm in norms.items() if norm is None)
+        rows.append((skip, rate, line["last"], *of, ", ".join(without)))
+    if rows:
+        head = ("after attention: x =", "rate", "last loss", "gradient norm of W_V", "of W_up")
+        parts.append(table((*head, "layers without a gradient"), rows))
+    body = "\n\n".join(part.rstrip() for part in parts)
+    return f"## Classrooms\n\n{wrap(text)}\n\n{body}\n"
+
+
+def classroom_figure(path):
+    plt, found = pyplot(), classroom_lines()
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for panel, what, title in zip(axes, ("stack", "transformer"), ("stacks", "one block")):
+        for names, line in found[what].items():
+            if line["curve"]:
+                panel.plot(*zip(*line["curve"]), label=", ".join(map(str, names)), lw=1)
+        panel.set(xlabel="step", ylabel="training loss", title=title)
+        if found[what]:
+            panel.legend(fontsize=7)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    plt.close(figure)
+
+
 # ------------------------------------------------------------------------------------------------
 # What each part of the recipe is worth
 
@@ -715,7 +781,17 @@ published ones. Losses are in nats per byte on validation text.
 """
 
 
-PARTS = (modes, lead_text, mixtures, oracle_text, published, the_recipe, rivals, earlier)
+PARTS = (
+    modes,
+    lead_text,
+    mixtures,
+    oracle_text,
+    classrooms,
+    published,
+    the_recipe,
+    rivals,
+    earlier,
+)
 PARTS += (conversion, imported, pruning, speed)
 
 
@@ -727,5 +803,7 @@ if __name__ == "__main__":
     (ROOT / "RESULTS.md").write_text(markdown())
     (ROOT / "README.md").write_text(readme((ROOT / "README.md").read_text()))
     figure(RESULTS / "recipe.png")
+    if classroom_lines():
+        classroom_figure(RESULTS / "classroom.png")
     if lead_points():
         lead_figure(RESULTS / "lead.png")
