@@ -294,6 +294,28 @@ def lead_figure(path):
     plt.close(figure)
 
 
+def first_seed(mode):
+    """The command that trains seed 1 of a judged mode again."""
+    own = " ".join(f"--{key}={value}" for key, value in judged()[0][mode][0].items())
+    return f"python train.py config/judge_8x64.py --residual={mode} --seed=1 {own} --out_dir=out/{mode}\n"
+
+
+def variance_text():
+    """What runs/bhyt_theory.py measured on a judged BHyT, or nothing."""
+    path = RESULTS / "variance.json"
+    if not path.exists() or "bhyt" not in judged()[0]:
+        return ""
+    found = json.loads(path.read_text())
+    keys = ("measured", "predicted", "R2", "Pearson", "Spearman")
+    rows = [(b, f"{v:.0f}", f"{predicted:.0f}", *(f"{x:.2f}" for x in fits))
+            for b, (v, predicted, *fits) in enumerate(zip(*(found[key] for key in keys)))]  # fmt: skip
+    text = "BHyT predicts the variance of the stream before each MLP from the weights. Here it is beside the measured one, in seed 1 of the table of modes "
+    text += "(16,384 tokens; fits over tokens). The prediction leaves out the value embeddings of every second block."
+    commands = f"{first_seed('bhyt')}python runs/bhyt_theory.py --out_dir=out/bhyt\ncp out/bhyt/variance.json results\n"
+    head = ("block", "measured variance", "predicted", "R²", "Pearson", "Spearman")
+    return f"## BHyT's prediction\n\n{wrap(text)}\n\n```sh\n{commands}```\n\n{table(head, rows)}"
+
+
 def oracle_text():
     """How well scores predict what skipping a sublayer costs, from runs/oracle.py, or nothing."""
     rows, commands, trained = [], "", judged()[0]
@@ -301,8 +323,7 @@ def oracle_text():
         found, mode = json.loads(path.read_text()), path.stem.removeprefix("oracle_")
         if mode not in trained:
             continue
-        own = " ".join(f"--{key}={value}" for key, value in trained[mode][0].items())
-        commands += f"python train.py config/judge_8x64.py --residual={mode} --seed=1 {own} --out_dir=out/{mode}\n"
+        commands += first_seed(mode)
         where = f"--out_dir=out/{mode} --oracle_tokens={found['tokens']} --rate={found['rate']}"
         commands += (
             f"python runs/oracle.py {where}\ncp out/{mode}/oracle.json {path.relative_to(ROOT)}\n"
@@ -781,18 +802,8 @@ published ones. Losses are in nats per byte on validation text.
 """
 
 
-PARTS = (
-    modes,
-    lead_text,
-    mixtures,
-    oracle_text,
-    classrooms,
-    published,
-    the_recipe,
-    rivals,
-    earlier,
-)
-PARTS += (conversion, imported, pruning, speed)
+PARTS = (modes, lead_text, mixtures, oracle_text, variance_text, classrooms, published)
+PARTS += (the_recipe, rivals, earlier, conversion, imported, pruning, speed)
 
 
 def markdown():
