@@ -369,14 +369,16 @@ def classrooms():
     found = classroom_lines()
     if not found:
         return ""
-    text = "Popular examples, repeated (one seed). Stacks of MLPs predict a byte from the 8 before it. The transformer is one post-norm block over 65 "
-    text += "characters; 'deleted' removes the line x = x + output after attention, so that nothing reads its output. The variances are those of 12 layers "
-    text += "before training, first and last layer. The figure has all curves."
+    text = "Popular examples, repeated (one seed). Stacks of MLPs predict a byte from the 8 before it; runs/classroom.py defines them and their verdicts. The "
+    text += "variances are those of 12 ReLU layers before training, first and last layer."
+    if found["transformer"]:
+        text += " The transformer is one post-norm block over 65 characters; 'deleted' removes the line x = x + output after attention, so that nothing "
+        text += "reads its output."
     parts = [
         "```sh\npython runs/classroom.py\n```",
         "![Loss of the small models](results/classroom.png)",
     ]
-    rows = [(case, line["first"], line["last"], line["steps"], line["verdict"])
+    rows = [(case, f"{line['first']:.4g}", f"{line['last']:.4g}", line["steps"], line["verdict"])
             for (case,), line in found["stack"].items()]  # fmt: skip
     if rows:
         parts.append(table(("stack", "first loss", "last loss", "steps", "verdict"), rows))
@@ -406,14 +408,15 @@ def classrooms():
 
 def classroom_figure(path):
     plt, found = pyplot(), classroom_lines()
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for panel, what, title in zip(axes, ("stack", "transformer"), ("stacks", "one block")):
+    whats = [what for what in ("stack", "transformer") if found[what]]
+    size = dict(figsize=(4.5 * len(whats), 3.2), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, len(whats), **size)
+    for panel, what in zip(axes[0], whats):
         for names, line in found[what].items():
             if line["curve"]:
                 panel.plot(*zip(*line["curve"]), label=", ".join(map(str, names)), lw=1)
-        panel.set(xlabel="step", ylabel="training loss", title=title)
-        if found[what]:
-            panel.legend(fontsize=7)
+        panel.set(xlabel="step", ylabel="training loss", title=what, ylim=(1, 6))  # B is above
+        panel.legend(fontsize=7)
     figure.savefig(path, dpi=150, metadata={"Software": None})
     plt.close(figure)
 
