@@ -9,7 +9,7 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
 1. Tune both modes alike, with seed 0 and a quarter of the steps, on a sample of one half of the
    validation split. Tune the learning rate first, and extend its grid while the best value is at an
    edge. Then tune the initialisation of the output projections, gate_lr and embed_lr. Last, tune
-   the learning rate again at full length, because longer runs may need lower rates.
+   the learning rate again at full length, because the best one depends on the length.
 2. Train both with new seeds for all steps. Evaluate on the other half of the validation split.
 3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
    "undecided".

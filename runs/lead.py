@@ -10,9 +10,10 @@ does a mixture of depths cost?
     python runs/lead.py --what=tokens --names=nag --values=1000,8000    a part of it
 
 Each mode uses the settings that runs/judge.py found for it, or is tuned first if it was not judged.
-At other depths and for changes of NAG and BHyT, the learning rate is tuned again. Each length is a
-separate run with its own schedule. Differences are from the plan's first name, paired by seed, with
-95% intervals. Finished runs are in results/lead.jsonl, and are not repeated.
+At each length and depth, and for changes of NAG and BHyT, the learning rate is tuned again with
+seed 0. Each length is a separate run with its own schedule. Differences are from the plan's first
+name, paired by seed, with 95% intervals. Finished runs are in results/lead.jsonl, and are not
+repeated.
 """
 
 import statistics
@@ -69,7 +70,7 @@ AROUND = (0.5, 1.0, 2.0)  # learning rates to try, as multiples of the judge's
 # {name: changes of NAG or of a residual, or None: the mode}, what varies, its values, rates to try
 PLANS = {
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "orthogonal", "ngpt")),
-               "max_iters", (1000, 2000, 8000, 16000), (1.0,)),  # 4000: the judge's runs
+               "max_iters", (1000, 2000, 8000, 16000), AROUND),  # 4000: the judge's runs
     "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 8, 16, 32, 64), AROUND),
     "nag": ({"prenorm": None} | NAG, "max_iters", (4000, 16000), AROUND),
     "bhyt": (dict.fromkeys(("prenorm", "bhyt")) | BHYT, "max_iters", (4000,), AROUND),
@@ -110,8 +111,7 @@ def runs_of(changes, axis, values, rates_around, lines_of):
     for value in values:
         for name, change in changes.items():
             here = scale | {axis: value}
-            shape = scale if axis == "max_iters" else here  # tuned once for all lengths
-            own = tuned(name, change, shape, rates_around, lines_of)
+            own = tuned(name, change, here, rates_around, lines_of)
             runs[name, value] = [judge.settings(here, own["residual"], own, s) for s in SEEDS]
     return runs
 

@@ -180,9 +180,7 @@ def tuning(trained, optimizer="muon"):
     rates = sorted({rate for at in losses.values() for rate in at})
     rows = ((mode, f"{steps:,}", *(f"{at[rate]:.4f}" if rate in at else "" for rate in rates))
             for (mode, steps), at in sorted(losses.items()))  # fmt: skip
-    text = (
-        "Tuning, one seed: the lowest loss at each learning rate. Longer runs may need lower rates."
-    )
+    text = "Tuning, one seed: the lowest loss at each learning rate. The best rate changes with the length."
     return f"{text}\n\n{table(('mode', 'steps', *(f'rate {rate:g}' for rate in rates)), rows)}"
 
 
@@ -233,7 +231,7 @@ def lead_text():
     rows = [(mode, f"{steps:,}", f"{steps * per_parameter():.1f}", plus_minus(interval), judge.verdict([interval]))
             for mode, of in points.items() for steps, *interval in of]  # fmt: skip
     text = f"The difference from pre-norm (below 0: better) after 1 to 16 MB, for {len(lead.SEEDS)} new seeds. Each length "
-    text += "is a separate run with its own schedule. All use the settings that runs/judge.py chose for 4 MB, so the learning rate may not be the best at other lengths. The rows "
+    text += "is a separate run with its own schedule. All use the settings that runs/judge.py chose for 4 MB, with the learning rate tuned again at each length. The rows "
     text += (
         "for 4,000 steps repeat the table above. Of many verdicts, expect one in 20 to be false."
     )
@@ -249,7 +247,7 @@ def lead_text():
         rows = [(name, f"{value:,}", f"{loss:.4f}", plus_minus(interval))
                 for name, value, loss, *interval in leads(what) if loss is not None]  # fmt: skip
         if rows:
-            text += f"\n{words}, with the learning rate tuned for each at 4,000 steps:\n\n```sh\npython runs/lead.py --what={what}\n```\n\n"
+            text += f"\n{words}, with the learning rate tuned for each:\n\n```sh\npython runs/lead.py --what={what}\n```\n\n"
             text += table(("mode or change", title, "loss", "difference from pre-norm"), rows)
     return text
 
