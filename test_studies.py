@@ -339,3 +339,4 @@ def test_the_page_of_results_is_the_one_that_the_report_writes():
     hint = "results/ has changed: run python runs/report.py"
     assert results == report.markdown(), hint
     assert readme == report.readme(readme), hint
+    assert len(readme.splitlines()) <= 180
