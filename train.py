@@ -555,8 +555,8 @@ def gradients():
     return loss, norm, stop > 0, save_now > 0
 
 
-def first_run(run):
-    """run(), which compiles: on an error, say how to do without."""
+def compiling(run):
+    """run(), which may compile; if the compiler fails, say how to do without it."""
     try:
         return run()
     except torch._dynamo.exc.TorchDynamoException as error:
@@ -661,7 +661,7 @@ if step == 0 and keep_interval:
     save("kept")
 log({"run": header})
 if step == 0 and eval_interval:
-    seen = first_run(validate)
+    seen = compiling(validate)
     log({"step": 0, "tokens": 0, "flops": 0} | seen)
     if main:
         print(f"step 0 | val {seen['val_loss']:.4f}")
@@ -670,7 +670,7 @@ stopped, busy, since, grad_norms, last_save = False, 0.0, step, {}, time.monoton
 while not finished() and not stopped:
     began, factor = time.perf_counter(), learning_rate_factor()
     prepare_step(factor)
-    loss, norm, stopped, save_now = first_run(gradients)
+    loss, norm, stopped, save_now = compiling(gradients)
     good = math.isfinite(loss) and math.isfinite(norm)
     bad_steps = 0 if good else bad_steps + 1
     for opt in optimizers:

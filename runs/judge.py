@@ -248,7 +248,7 @@ def done(scale, mode):
 
 
 def is_of(full, scale, mode):
-    """Whether all settings of a run are those of this mode and scale, except what is tuned."""
+    """Whether a run has this mode and scale. Settings that the judge varies may differ."""
     varied = {*TUNED, "seed", "max_iters", "eval_interval", "val_part", "eval_tokens"}
     fixed = study.DEFAULTS | scale | {"residual": mode}
     return all(full[key] == fixed[key] for key in fixed.keys() - varied - study.OF_PLACE)

@@ -206,11 +206,12 @@ def leads(what):
 @cache
 def lead_points():
     """{mode: [(steps, difference, half of its interval)]}: from lead.py, and at 4 MB the judge."""
-    points = defaultdict(list)
+    points, trained = defaultdict(list), claims.complete(judged()[0])
+    if judge.baseline not in trained:
+        return {}
     for mode, steps, loss, *interval in leads("tokens"):
         if loss is not None:
             points[mode].append((steps, *interval))
-    trained = claims.complete(judged()[0])
     for mode in points.keys() & trained.keys():
         pair = (claims.losses(trained, each) for each in (mode, judge.baseline))
         points[mode].append((trained[mode][1][1.0][0]["steps"], *paired(*pair)))
@@ -226,7 +227,7 @@ def per_parameter():
 def lead_text():
     """How the lead of each mode changes with tokens, with blocks, and with changes of NAG."""
     points = lead_points()
-    if not points or not judged()[0]:
+    if not points:
         return ""
     rows = [(mode, f"{steps:,}", f"{steps * per_parameter():.1f}", plus_minus(interval), judge.verdict([interval]))
             for mode, of in points.items() for steps, *interval in of]  # fmt: skip
@@ -266,7 +267,7 @@ def mixtures():
         rows.append((name, skipped, flops, f"{loss:.4f}", plus_minus(gap), judge.verdict([gap])))
     text = "NAG with a mixture of depths, and NAG with fewer blocks, against plain NAG: 8 blocks of width 64, 4 MB of text, "
     text += f"{len(lead.SEEDS)} seeds, paired, with 95% intervals; below 0 is better. The number in a name is the fraction of tokens that skip in training, averaged over the sublayers with a router; the "
-    text += "column has the fraction that skips in evaluation, where the rule is causal. FLOPs are those of the whole training, divided by plain NAG's. All use the "
+    text += "second column has the fraction that skips in evaluation, under the causal rule. FLOPs count the whole training, relative to plain NAG. All use the "
     text += "settings that runs/judge.py found for plain NAG or pre-norm. Of many verdicts, expect one in 20 to be false."
     head = ("model", "skip in evaluation", "FLOPs", "loss", "difference from nag", "verdict")
     command = "```sh\npython runs/lead.py --what=mod\n```"
@@ -333,7 +334,7 @@ def oracle_text():
     if not rows:
         return ""
     text = "One token skips one sublayer: how much does the loss of the whole sequence rise (in nats), and which score predicts that? A router should skip the "
-    text += "tokens with the lowest rises. We measure it in models without a mixture of depths, those of seed 1 in the table of modes. "
+    text += "tokens with the lowest rises. The models have no mixture of depths; they are the first seeds of the table of modes. "
     text += f"Regret (lower is better): the mean rise of the {found['rate']:.0%} of tokens with the lowest scores, minus that of the {found['rate']:.0%} with the "
     text += "lowest rises. `turn` is the score of NAG's router; `update` and `angle` "
     text += "measure how far the sublayer moves the stream; `random` is a control. `probe` is a linear fit on half of the text, and all numbers are means over sublayers on the other half. "
@@ -368,7 +369,7 @@ def classrooms():
     if not found:
         return ""
     text = "Popular examples, repeated (one seed). Stacks of MLPs predict a byte from the 8 before it; runs/classroom.py defines them and their verdicts. The "
-    text += "variances are those of 12 ReLU layers before training, first and last layer."
+    text += "second table has variances before training, in the first and in the last of 12 ReLU layers."
     if found["transformer"]:
         text += " The transformer is one post-norm block over 65 characters; 'deleted' removes the line x = x + output after attention, so that nothing "
         text += "reads its output."
@@ -739,7 +740,7 @@ def first_page():
     (theirs, _, seconds), *_ = race(path)
     passed = re.search(r"ours after (\d+) s", path.read_text())[1]
     image = "![What each part of the default recipe is worth](results/recipe.png)"
-    if lead_text():
+    if lead_points():
         image = "![Difference from pre-norm against bytes per parameter](results/lead.png)"
     text = f"`make train` ends at a validation loss of {records[-1]['val_loss']:.3f} nats per byte ({whole:.3f} on the whole split). nanochat's model and optimizer, with their own "
     text += f"learning rates, reach {theirs} in {seconds} s; ours pass that loss after {passed} s (one run each, same machine). "
