@@ -47,7 +47,8 @@ SCALE = str(ROOT / "config" / "judge_8x64.py")
 TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048 --log_interval=4"
 TOY += " --compile=False"
 RATES = (4e-3, 8e-3, 1.6e-2)
-EMBED_RATES = (0.025, 0.00625, 0.0015625)  # tried in turn, below train.py's default
+GATE_RATES = ((1 / 4, 1 / 16), (4, 16, 64))  # times the learning rate: in turn, while they help
+EMBED_RATES = (0.025, 0.00625, 0.0015625)  # below train.py's default, also while they help
 LENGTHS = (0.7, 1.4, 2.0, 2.8, 4.0)  # lengths of extra baseline runs, as shares of the whole
 TUNED = ("learning_rate", "init_out", "gate_lr", "embed_lr")
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
@@ -105,23 +106,30 @@ def best_rate(scale, mode, choice, rates, lines_of, length=None):
         rates = [rates[0] / 2, *rates] if lowest else [*rates, rates[-1] * 2]
 
 
+def while_better(choice, changes, find):
+    """Make one change after another, until one does not help."""
+    for change in changes:
+        before, choice = choice, find([choice, choice | change])
+        if choice == before:
+            break
+    return choice
+
+
 def tune(scale, mode, lines_of):
     """Tune one setting at a time. Returns {setting: best value}.
 
-    Besides the learning rate: three initialisations of the output projections, three rates of the
-    gates, and lower rates of the embeddings while they help.
+    Besides the learning rate: three initialisations of the output projections, and lower or higher
+    rates of the gates and lower ones of the embeddings while they help.
     """
     find = partial(best, scale, mode, lines_of=lines_of)
     chosen = best_rate(scale, mode, {}, RATES, lines_of)
     starts = [chosen | {"init_out": start} for start in other_starts(scale, mode)]
     chosen = find([chosen, *starts])
-    if has_gates(mode):
-        gates = [chosen | {"gate_lr": chosen["learning_rate"] * times} for times in (0.25, 4)]
-        chosen = find([chosen, *gates])
-    for rate in EMBED_RATES:
-        before, chosen = chosen, find([chosen, chosen | {"embed_lr": rate}])
-        if chosen == before:
-            break
+    for factors in GATE_RATES if has_gates(mode) else ():
+        gates = [{"gate_lr": chosen["learning_rate"] * factor} for factor in factors]
+        chosen = while_better(chosen, gates, find)
+    embeds = [{"embed_lr": rate} for rate in EMBED_RATES]
+    chosen = while_better(chosen, embeds, find)
     rates = [chosen["learning_rate"] / n for n in (4, 2, 1)]
     return best_rate(scale, mode, chosen, rates, lines_of, length=1.0)
 
@@ -224,14 +232,14 @@ def timed(scale, modes):
 def plan(scale, modes, extra):
     """A Progress for the runs that are left. Prints how long they will take.
 
-    It counts 9 tuning runs per mode and 3 at full length, and times a short run of the baseline.
+    It counts 10 tuning runs per mode and 3 at full length, and times a short run of the baseline.
     extra: {mode: its extra lengths}
     """
     usual = {"learning_rate": RATES[1]}
     price = lambda mode, seed, length: study.cost(settings(scale, mode, usual, seed, length))
     cost = 0
     for mode in modes:
-        whole = 9 * price(mode, 0, tune_share) + 3 * price(mode, 0, 1.0)
+        whole = 10 * price(mode, 0, tune_share) + 3 * price(mode, 0, 1.0)
         whole += sum(seeds * price(mode, 1, length) for length in (1.0, *extra[mode]))
         cost += max(0, whole - done(scale, mode))
     one = settings(scale, baseline, usual, 1)
