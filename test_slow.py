@@ -398,8 +398,9 @@ def test_the_classroom_comes_out_as_expected(data, tmp_path, monkeypatch, capsys
     assert max(kaiming) / min(kaiming) < 4  # the aim of kaiming
     import report
 
-    assert report.classrooms().count("| - | 0.") == 2  # W_V has no gradient, W_up has one
-    assert report.classrooms().count("| query, key, value, out_proj |") == 2
+    rows = report.transformers()["table"]
+    assert rows.count("| - | 0.") == 2  # W_V has no gradient, W_up has one
+    assert rows.count("| query, key, value, out_proj |") == 2
     report.classroom_figure(tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
 
