@@ -25,7 +25,7 @@ import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 
 import study
 import torch
@@ -140,16 +140,23 @@ def shape_of(scale):
 
 def other_starts(scale, mode):
     """Initialisations of the output projections that the mode allows, except its default."""
-    for start in ("scaled", "plain", "zero"):
-        try:
-            with torch.device("meta"):
-                GPT(GPTConfig(**shape_of(scale) | {"residual": mode, "init_out": start}))
-        except ValueError:
-            continue
-        if start != RESIDUALS[mode].init_out:
-            yield start
+    shape = tuple(shape_of(scale).items())
+    others = [s for s in ("scaled", "plain", "zero") if s != RESIDUALS[mode].init_out]
+    return [start for start in others if allows(shape, mode, start)]
 
 
+@cache
+def allows(shape, mode, start):
+    """Whether a mode can start its output projections like this."""
+    try:
+        with torch.device("meta"):
+            GPT(GPTConfig(**dict(shape) | {"residual": mode, "init_out": start}))
+    except ValueError:
+        return False
+    return True
+
+
+@cache
 def has_gates(mode):
     with torch.device("meta"):
         return bool(GPT(GPTConfig(residual=mode)).param_groups()["gates"])

@@ -18,7 +18,7 @@ repeated.
 
 import statistics
 import sys
-from functools import partial
+from functools import cache, partial
 
 import judge
 import study
@@ -79,10 +79,15 @@ PLANS = {
 }  # fmt: skip
 
 
+@cache
+def scale_of_judge():
+    return study.parse([judge.SCALE])
+
+
 def tuned(name, change, scale, rates_around, lines_of):
     """Settings of a mode, or of one with a change, with the best learning rate at this scale."""
     mode = name if change is None else change.get("residual", "nag")
-    chosen = judge.tune(study.parse([judge.SCALE]), mode, partial(lines_of, "judge"))
+    chosen = judge.tune(scale_of_judge(), mode, partial(lines_of, "judge"))
     chosen |= change or {}
     if change and "gate_lr" in change:
         chosen["gate_lr"] = change["gate_lr"] * chosen["learning_rate"]
@@ -107,7 +112,7 @@ def part(plan):
 
 def runs_of(changes, axis, values, rates_around, lines_of):
     """{(name, value): [the settings of each seed]}. lines_of: study.run, or one that only reads."""
-    scale, runs = study.parse([judge.SCALE]), {}
+    scale, runs = scale_of_judge(), {}
     for value in values:
         for name, change in changes.items():
             here = scale | {axis: value}
