@@ -570,6 +570,25 @@ def classroom_figure(path):
     saved(figure, path)
 
 
+def stability_figure(path):
+    """Loss and variance of the stream against the learning rate, seed 1 of the earlier runs."""
+    e = Earlier()
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(8, 3), layout="constrained")
+    for i, mode in enumerate(("prenorm", "dyt", "bhyt")):
+        lines = [line for line in e.of("bhyt", mode) if line["seed"] == 1]
+        lines.sort(key=lambda line: line["learning_rate"])
+        rates = [line["learning_rate"] for line in lines]
+        first, last = ([line["variance"][b] for line in lines] for b in (0, -1))
+        left.plot(rates, [line["loss"] for line in lines], f"C{i}o-", label=mode)
+        right.plot(rates, last, f"C{i}o-", label=f"{mode}, after the last block")
+        right.plot(rates, first, f"C{i}o:", label=f"{mode}, after the first block")
+    left.set(xlabel="learning rate", ylabel="validation loss", xscale="log")
+    right.set(xlabel="learning rate", ylabel="variance of the stream", xscale="log", yscale="log")
+    left.legend(fontsize=8)
+    right.legend(fontsize=6)
+    saved(figure, path)
+
+
 def recipe_figure(path):
     """What each part of the recipe is worth at equal time, with intervals."""
     rows = [row for row in recipe.rows(find, measure=False) if row["equal"] or row["steps"]]
@@ -726,6 +745,7 @@ if __name__ == "__main__":
     (ROOT / "RESULTS.md").write_text(markdown())
     (ROOT / "README.md").write_text(readme((ROOT / "README.md").read_text()))
     recipe_figure(RESULTS / "recipe.png")
+    stability_figure(RESULTS / "stability.png")
     if intervals():
         modes_figure(RESULTS / "modes.png")
     if classroom_lines():
