@@ -47,10 +47,12 @@ SCALE = str(ROOT / "config" / "judge_8x64.py")
 TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048 --log_interval=4"
 TOY += " --compile=False"
 RATES = (4e-3, 8e-3, 1.6e-2)
-GATE_RATES = ((1 / 4, 1 / 16), (4, 16, 64))  # times the learning rate: in turn, while they help
-EMBED_RATES = (0.025, 0.00625, 0.0015625)  # below train.py's default, also while they help
+FACTORS = {  # times the default of each rate: tried in turn, while they help
+    "gate_lr": ((1 / 4, 1 / 16), (4, 16, 64)),
+    "embed_lr": ((1 / 4, 1 / 16, 1 / 64),),
+}
 LENGTHS = (0.7, 1.4, 2.0, 2.8, 4.0)  # lengths of extra baseline runs, as shares of the whole
-TUNED = ("learning_rate", "init_out", "gate_lr", "embed_lr")
+TUNED = ("learning_rate", "init_out", *FACTORS)
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
 LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
 
@@ -125,11 +127,10 @@ def tune(scale, mode, lines_of):
     chosen = best_rate(scale, mode, {}, RATES, lines_of)
     starts = [chosen | {"init_out": start} for start in other_starts(scale, mode)]
     chosen = find([chosen, *starts])
-    for factors in GATE_RATES if has_gates(mode) else ():
-        gates = [{"gate_lr": chosen["learning_rate"] * factor} for factor in factors]
-        chosen = while_better(chosen, gates, find)
-    embeds = [{"embed_lr": rate} for rate in EMBED_RATES]
-    chosen = while_better(chosen, embeds, find)
+    for name in FACTORS if has_gates(mode) else ("embed_lr",):
+        usual = (study.DEFAULTS | scale)[name] or chosen["learning_rate"]
+        for factors in FACTORS[name]:
+            chosen = while_better(chosen, [{name: usual * factor} for factor in factors], find)
     rates = [chosen["learning_rate"] / n for n in (4, 2, 1)]
     return best_rate(scale, mode, chosen, rates, lines_of, length=1.0)
 
