@@ -18,6 +18,7 @@ repeated.
 
 import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
 import judge
@@ -112,13 +113,16 @@ def part(plan):
 
 def runs_of(changes, axis, values, rates_around, lines_of):
     """{(name, value): [the settings of each seed]}. lines_of: study.run, or one that only reads."""
-    scale, runs = scale_of_judge(), {}
-    for value in values:
-        for name, change in changes.items():
-            here = scale | {axis: value}
-            own = tuned(name, change, here, rates_around, lines_of)
-            runs[name, value] = [judge.settings(here, own["residual"], own, s) for s in SEEDS]
-    return runs
+    scales = {value: scale_of_judge() | {axis: value} for value in values}
+
+    def runs_at(at):
+        name, value = at
+        own = tuned(name, changes[name], scales[value], rates_around, lines_of)
+        return [judge.settings(scales[value], own["residual"], own, s) for s in SEEDS]
+
+    pairs = [(name, value) for value in values for name in changes]
+    with ThreadPoolExecutor(len(study.devices())) as pool:
+        return dict(zip(pairs, pool.map(runs_at, pairs)))
 
 
 def rows(runs, first, lines_of):
