@@ -552,7 +552,8 @@ def by_tokens(axes, points):
     axes.set(xscale="log", xlabel="training bytes per parameter")
     axes.set_xticks(ticks, [f"{tick:.1f}" for tick in ticks])
     axes.set_xticks([], minor=True)
-    axes.set_ylabel("validation loss minus pre-norm's")
+    largest = max(abs(difference) for of in points.values() for _, difference, _ in of)
+    axes.set(ylabel="loss minus pre-norm's", ylim=(-2 * largest, 2 * largest))  # may cut intervals
     axes.legend(fontsize=8)
 
 
@@ -635,18 +636,16 @@ def found_so_far():
         "seeds": judge.seeds,
         "at_steps": by_word((row[0], row[4]) for row in rows),
         "at_time": by_word((row[0], row[7]) for row in rows),
-        "lead": "".join(lead_in_words(mode, *of) for mode, of in lead_points().items()),
+        "lead": "".join(lead_in_words(mode, of) for mode, of in lead_points().items()),
     }
 
 
-def lead_in_words(mode, first, *others):
-    """How the difference of a mode changes from its shortest to its longest runs."""
-    (shortest, *before), (longest, *after) = first, [first, *others][-1]
-    if shortest == longest:
+def lead_in_words(mode, points):
+    """The verdict on a mode at each length, if there are several."""
+    if len(points) < 2:
         return ""
-    sizes = (f"{steps * per_parameter():.0f}" for steps in (shortest, longest))
-    text = f" From {' to '.join(sizes)} bytes per parameter, the difference of `{mode}` goes from "
-    return text + f"{plus_minus(before)} to {plus_minus(after)}."
+    at = [f"{judge.verdict([rest])} at {steps * per_parameter():.0f}" for steps, *rest in points]
+    return f" With other lengths of training, `{mode}` is {', '.join(at)} bytes per parameter."
 
 
 def by_word(pairs):
