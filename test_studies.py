@@ -178,8 +178,8 @@ def test_the_interval_of_a_median_contains_it_in_95_of_100_cases():
 def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     place, monkeypatch, capsys, gain, ratio, words
 ):
-    """The best rate is beyond the first grid, and lower at full length. That of the gates is 16
-    times as high. The noise of a seed is almost the same in a pair."""
+    """The best rate is beyond the first grid, and lower at full length. The best rate of the gates
+    is 16 times the learning rate. The noise of a seed is almost the same in a pair."""
     trained = []
 
     def loss_of(full):
@@ -236,7 +236,7 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
     monkeypatch.setattr(study, "train", trainer(loss_of, []))
     monkeypatch.setattr(lead, "names", "nag,bhyt")
     monkeypatch.setattr(lead, "values", "1000,8000")
-    changes, axis, values, around = lead.part(lead.PLANS["tokens"])
+    changes, axis, values, around = lead.selected(lead.PLANS["tokens"])
     assert list(changes) == ["prenorm", "nag", "bhyt"] and values == [1000, 8000]
     runs = lead.runs_of(changes, axis, values, around, study.run)
     found = {(name, value): rest for name, value, *rest in lead.rows(runs, "prenorm", study.run)}
@@ -249,7 +249,7 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
     assert {value for _, value, *_ in lead.rows(more, "prenorm", study.find)} == {1000}
     monkeypatch.setattr(lead, "names", "nanorm")
     with pytest.raises(SystemExit, match="nanorm: choose from prenorm, nag"):
-        lead.part(lead.PLANS["tokens"])
+        lead.selected(lead.PLANS["tokens"])
 
 
 @cases("what", lead.PLANS)
@@ -282,7 +282,7 @@ def test_a_claim_with_several_parts_holds_if_all_of_them_do(words, word):
 
 
 def test_readme_has_a_verdict_for_each_judged_mode(monkeypatch):
-    monkeypatch.setattr(report, "verdicts", lambda: {"nag": "worse"})
+    monkeypatch.setattr(report, "readme_verdicts", lambda: {"nag": "worse"})
     monkeypatch.setattr(report, "first_page", lambda: "PAGE\n")
     readme = report.readme(open(f"{HERE}/README.md").read())
     rows = [line for line in readme.splitlines() if re.search(r"\| `\w+` \|", line)]

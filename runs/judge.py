@@ -12,7 +12,7 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
    the learning rate again at full length, because the best one depends on the length.
 2. Train both with new seeds for all steps. Evaluate on the other half of the validation split.
 3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
-   "undecided".
+   "undecided". The intervals leave out the noise of the tuning.
 4. To compare at equal time, time the steps of all modes in turn, before any training. Also train
    the baseline for fewer and more steps, and interpolate its loss at the time of the mode.
 
@@ -47,7 +47,7 @@ SCALE = str(ROOT / "config" / "judge_8x64.py")
 TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048 --log_interval=4"
 TOY += " --compile=False"
 RATES = (4e-3, 8e-3, 1.6e-2)
-FACTORS = {  # times the default of each rate: tried in turn, while they help
+FACTORS = {  # multiples of a rate's default; each list is tried until one does not help
     "gate_lr": ((1 / 4, 1 / 16), (4, 16, 64)),
     "embed_lr": ((1 / 4, 1 / 16, 1 / 64),),
 }
@@ -108,10 +108,10 @@ def best_rate(scale, mode, choice, rates, lines_of, length=None):
         rates = [rates[0] / 2, *rates] if lowest else [*rates, rates[-1] * 2]
 
 
-def while_better(choice, changes, find):
-    """Make one change after another, until one does not help."""
+def while_better(choice, changes, pick_best):
+    """Apply changes in order, and stop at the first that does not help."""
     for change in changes:
-        before, choice = choice, find([choice, choice | change])
+        before, choice = choice, pick_best([choice, choice | change])
         if choice == before:
             break
     return choice
@@ -120,17 +120,18 @@ def while_better(choice, changes, find):
 def tune(scale, mode, lines_of):
     """Tune one setting at a time. Returns {setting: best value}.
 
-    Besides the learning rate: three initialisations of the output projections, and lower or higher
-    rates of the gates and lower ones of the embeddings while they help.
+    First the learning rate, then the initialisation of the output projections, then gate_lr (lower
+    and higher) and embed_lr (lower), as long as each step helps. Last, the learning rate again.
     """
-    find = partial(best, scale, mode, lines_of=lines_of)
+    pick_best = partial(best, scale, mode, lines_of=lines_of)
     chosen = best_rate(scale, mode, {}, RATES, lines_of)
     starts = [chosen | {"init_out": start} for start in other_starts(scale, mode)]
-    chosen = find([chosen, *starts])
-    for name in FACTORS if has_gates(mode) else ("embed_lr",):
-        usual = (study.DEFAULTS | scale)[name] or chosen["learning_rate"]
-        for factors in FACTORS[name]:
-            chosen = while_better(chosen, [{name: usual * factor} for factor in factors], find)
+    chosen = pick_best([chosen, *starts])
+    for setting in FACTORS if has_gates(mode) else ("embed_lr",):
+        usual = (study.DEFAULTS | scale)[setting] or chosen["learning_rate"]
+        for factors in FACTORS[setting]:
+            changes = [{setting: usual * factor} for factor in factors]
+            chosen = while_better(chosen, changes, pick_best)
     rates = [chosen["learning_rate"] / n for n in (4, 2, 1)]
     return best_rate(scale, mode, chosen, rates, lines_of, length=1.0)
 
@@ -188,36 +189,54 @@ def train(scale, mode, lines_of, extra=()):
 
 
 def verdict(intervals):
-    """One word for [(difference, half its interval)], if they agree."""
+    """The verdict on all intervals (difference, half its width): undecided if they disagree."""
     words = {"undecided" if abs(d) <= half else "better" if d < 0 else "worse"
              for d, half in intervals}  # fmt: skip
     return words.pop() if len(words) == 1 else "undecided"
 
 
-def row(mode, choice, lines, theirs, ratios):
-    """A row of the table.
+def compare(mode, choice, lines, theirs, ratios):
+    """A mode beside the baseline: a dict of mode, choice, params, ratio; loss, its mean; steps, the
+    interval at equal steps; times, those at the three ratios; diverged, a text or None.
 
-    theirs: {length: lines of the baseline}. ratios: median_interval of the time ratio.
-    At equal time, the baseline's loss is interpolated for each seed. The verdict must be the same
-    at both ends of the time's interval.
+    theirs: {length: lines of the baseline}. ratios: median_interval of the time ratio. At equal
+    time, the baseline's loss is interpolated for each seed. times is empty if the baseline was not
+    trained for as short or as long.
     """
     ours = losses(lines)
+    found = {"mode": mode, "choice": choice, "params": lines[0]["params"], "ratio": ratios[1]}
+    found |= {"loss": None, "steps": None, "times": [], "diverged": None}
     wanted = (1.0, *lengths({mode: ratios}))
     by_length = {length: losses(theirs[length]) for length in wanted if length in theirs}
-    for of, found in ((mode, ours), (baseline, by_length[1.0])):
-        if math.inf in found:
-            count = f"{found.count(math.inf)} of {len(found)} runs of {of} diverged"
-            return [mode, count, *[""] * 7]
-    by_length = {length: found for length, found in by_length.items() if math.inf not in found}
-    at_steps = paired(ours, by_length[1.0])
-    known = min(by_length) <= ratios[0] and ratios[-1] <= max(by_length)
-    at_time = [gap_at(ratio, ours, by_length) for ratio in ratios] if known else []
-    tuned = " ".join(f"{k}={v:g}" if type(v) is float else f"{k}={v}" for k, v in choice.items())
-    cells = [mode, f"{lines[0]['params']:,}", f"{statistics.mean(ours):.4f}"]
-    cells += [plus_minus(at_steps), verdict([at_steps]), f"{ratios[1]:.2f}"]
-    if not known:
-        return cells + ["", "no baseline run this short or long", tuned]
-    return cells + [plus_minus(at_time[1]), verdict(at_time), tuned]
+    for who, each in ((mode, ours), (baseline, by_length[1.0])):
+        if math.inf in each:
+            count = f"{each.count(math.inf)} of {len(each)}"
+            return found | {"diverged": f"{count} runs of {who} diverged"}
+    by_length = {length: each for length, each in by_length.items() if math.inf not in each}
+    found |= {"loss": statistics.mean(ours), "steps": paired(ours, by_length[1.0])}
+    if min(by_length) <= ratios[0] and ratios[-1] <= max(by_length):
+        found["times"] = [gap_at(ratio, ours, by_length) for ratio in ratios]
+    return found
+
+
+def compared(trained, ratios):
+    """Compare all modes with the baseline. trained: {mode: what train returns}."""
+    for mode, (choice, lines) in trained.items():
+        if mode != baseline and mode in ratios:
+            yield compare(mode, choice, lines[1.0], trained[baseline][1], ratios[mode])
+
+
+def words(found):
+    """(difference and verdict at equal steps, the same at equal time) of what compare returned.
+
+    The verdict at equal time must be the same at both ends of the ratio's interval.
+    """
+    if found["diverged"]:
+        return (found["diverged"], ""), ("", "")
+    at_steps = plus_minus(found["steps"]), verdict([found["steps"]])
+    if not found["times"]:
+        return at_steps, ("no baseline run this short or long", "")
+    return at_steps, (plus_minus(found["times"][1]), verdict(found["times"]))
 
 
 HEAD = ("mode", "parameters", "loss", "difference at equal steps", "verdict")
@@ -225,11 +244,13 @@ HEAD += ("step time / baseline's", "difference at equal time", "verdict at equal
 HEAD += ("tuned settings",)
 
 
-def rows(trained, ratios):
-    """The rows of all modes except the baseline. trained: {mode: what train returns}."""
-    for mode, (choice, lines) in trained.items():
-        if mode != baseline and mode in ratios:
-            yield row(mode, choice, lines[1.0], trained[baseline][1], ratios[mode])
+def cells(found):
+    """A row of the table, as text."""
+    at_steps, at_time = words(found)
+    loss = "" if found["loss"] is None else f"{found['loss']:.4f}"
+    tuned = (f"{k}={v:g}" if type(v) is float else f"{k}={v}" for k, v in found["choice"].items())
+    row = [found["mode"], f"{found['params']:,}", loss, *at_steps, f"{found['ratio']:.2f}"]
+    return [*row, *at_time, " ".join(tuned)]
 
 
 def timed(scale, modes):
@@ -297,7 +318,7 @@ def main():
 
     with ThreadPoolExecutor(len(study.devices())) as pool:
         trained = dict(zip(everyone, pool.map(judged, everyone)))
-    print(study.table(HEAD, rows(trained, ratios)))
+    print(study.table(HEAD, map(cells, compared(trained, ratios))))
 
 
 if __name__ == "__main__":

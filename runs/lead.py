@@ -1,6 +1,6 @@
 """
-Does a mode's lead over pre-norm last with more tokens or blocks? Which parts of NAG matter? What
-does a mixture of depths cost?
+How does the difference from pre-norm change with more tokens or blocks? Which parts of NAG matter?
+What does a mixture of depths cost?
 
     python runs/lead.py --what=tokens    8 blocks of width 64, 1 to 16 MB (4 MB: the judge's runs)
     python runs/lead.py --what=blocks    4 to 64 blocks of width 64, 4 MB
@@ -68,7 +68,8 @@ def mixtures(rate):
 
 FEWER = {f"nag with {n} blocks": {"n_layer": n} for n in (6, 5)}
 AROUND = (0.5, 1.0, 2.0)  # learning rates to try, as multiples of the judge's
-# {name: changes of NAG or of a residual, or None: the mode}, what varies, its values, rates to try
+# A plan: ({name: its changes}, the setting that varies, its values, learning rates to try).
+# None: the name is a mode. Changes without a "residual" are changes of NAG.
 PLANS = {
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "orthogonal", "ngpt")),
                "max_iters", (1000, 2000, 8000, 16000), AROUND),  # 4000: the judge's runs
@@ -98,7 +99,7 @@ def tuned(name, change, scale, rates_around, lines_of):
     return {"residual": mode} | chosen
 
 
-def part(plan):
+def selected(plan):
     """A plan with only the names and values asked for."""
     changes, axis, full, rates_around = plan
     first = next(iter(changes))
@@ -115,8 +116,8 @@ def runs_of(changes, axis, values, rates_around, lines_of):
     """{(name, value): [the settings of each seed]}. lines_of: study.run, or one that only reads."""
     scales = {value: scale_of_judge() | {axis: value} for value in values}
 
-    def runs_at(at):
-        name, value = at
+    def runs_at(pair):
+        name, value = pair
         own = tuned(name, changes[name], scales[value], rates_around, lines_of)
         return [judge.settings(scales[value], own["residual"], own, s) for s in SEEDS]
 
@@ -126,7 +127,7 @@ def runs_of(changes, axis, values, rates_around, lines_of):
 
 
 def rows(runs, first, lines_of):
-    """(name, value, mean loss, difference from the name first, half its interval) of finished runs.
+    """(name, value, mean loss, difference from first, half its interval) of all that has finished.
 
     The last three are None if a run diverged.
     """
@@ -145,7 +146,7 @@ def main():
     configure(globals(), argv=sys.argv[1:])
     if what not in PLANS:
         raise SystemExit(f"what={what!r}: choose from {', '.join(PLANS)}")
-    changes, *rest = part(PLANS[what])
+    changes, *rest = selected(PLANS[what])
     runs = runs_of(changes, *rest, study.run)
     width = max(map(len, changes))
     for name, value, loss, difference, half in rows(runs, next(iter(changes)), study.run):

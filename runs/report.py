@@ -1,10 +1,10 @@
 """
-Write RESULTS.md, its figures and README's first page from the files in results/.
+Write RESULTS.md, its figures, README's first page and the verdicts in README's table of modes.
 
     python runs/report.py
 
-report.md has the words. Each of its sections is filled by the function of SECTIONS with its title,
-and left out if that has found nothing. Every number is from results/, or is a quoted published one.
+report.md has the text, with placeholders such as {table}. For each of its sections, SECTIONS names
+a function that returns the values of the placeholders, or None to leave the section out.
 """
 
 import json
@@ -34,11 +34,15 @@ SEEDS = range(1, judge.seeds + 1)
 # The modes
 
 
+class NotFinished(Exception):
+    """A run has no result yet."""
+
+
 def must_find(name, runs, look=()):
-    """The lines of runs in a study. Raises LookupError if one is missing; trains nothing."""
+    """The lines of runs in a study. Raises NotFinished if one is missing; trains nothing."""
     found = find(name, runs)
     if None in found:
-        raise LookupError
+        raise NotFinished
     return found
 
 
@@ -54,14 +58,14 @@ def judged(optimizer="muon"):
     """
     scale, trained = scale_of(optimizer), {}
     for mode in RESIDUALS:
-        with suppress(LookupError):
+        with suppress(NotFinished):
             trained[mode] = judge.train(scale, mode, partial(must_find, "judge"))
     if judge.baseline not in trained:
         return {}, {}
     choice, theirs = trained[judge.baseline]
     for length in judge.LENGTHS:
         runs = [judge.settings(scale, judge.baseline, choice, s, length) for s in SEEDS]
-        with suppress(LookupError):
+        with suppress(NotFinished):
             theirs[length] = must_find("judge", runs)
     return trained, study.race("judge", judge.timed(scale, trained), measure=False)
 
@@ -75,18 +79,18 @@ def core_hours(*studies):
 def modes():
     """The verdicts of runs/judge.py, and what the models look like inside."""
     trained, ratios = judged()
-    verdicts = list(judge.rows(trained, ratios))
-    if not verdicts:
+    rows = [*map(judge.cells, judge.compared(trained, ratios))]
+    if not rows:
         return None
     head = ("mode", "norm growth", "angle to embedding (degrees)", "attention to the first token")
     head += ("largest feature / rms",)
-    firsts = {mode: of[1][1.0][0] for mode, of in trained.items()}
-    inside = [(mode, *through_depth(line)) for mode, line in firsts.items() if "depth" in line]
+    firsts = {mode: lines[1.0][0] for mode, (_, lines) in trained.items()}
+    inside = [(mode, *inside_cells(line)) for mode, line in firsts.items() if "depth" in line]
     return {
         "seeds": judge.seeds,
         "tune_tokens": judge.TUNE_TOKENS,
         "hours": core_hours("judge", "lead"),
-        "verdicts": table(judge.HEAD, verdicts),
+        "verdicts": table(judge.HEAD, rows),
         "tuning": tuning(trained),
         "inside": table(head, inside),
     }
@@ -95,10 +99,10 @@ def modes():
 def with_adamw():
     """The verdicts with AdamW."""
     trained, ratios = judged("adamw")
-    verdicts = list(judge.rows(trained, ratios))
-    if not verdicts:
+    rows = [*map(judge.cells, judge.compared(trained, ratios))]
+    if not rows:
         return None
-    return {"verdicts": table(judge.HEAD, verdicts), "tuning": tuning(trained, "adamw")}
+    return {"verdicts": table(judge.HEAD, rows), "tuning": tuning(trained, "adamw")}
 
 
 def tuning(trained, optimizer="muon"):
@@ -110,14 +114,15 @@ def tuning(trained, optimizer="muon"):
         if full["seed"] == 0 and mode in trained and judge.is_of(full, scale, mode):
             at = losses[mode, full["max_iters"]]
             rate = full["learning_rate"]
-            at[rate] = min(*judge.losses([line]), at.get(rate, math.inf))
+            at[rate] = min(judge.losses([line])[0], at.get(rate, math.inf))
     rates = sorted({rate for at in losses.values() for rate in at})
     rows = ((mode, f"{steps:,}", *(f"{at[rate]:.4f}" if rate in at else "" for rate in rates))
             for (mode, steps), at in sorted(losses.items()))  # fmt: skip
     return table(("mode", "steps", *(f"rate {rate:g}" for rate in rates)), rows)
 
 
-def through_depth(line):
+def inside_cells(line):
+    """The cells of a row of 'Inside the model'."""
     depth = line["depth"]
     yield f"{claims.growth(depth):.1f}"
     yield f"{depth['from embedding'][-1]:.0f}"
@@ -127,12 +132,12 @@ def through_depth(line):
 
 def leads(what):
     """The rows of runs/lead.py that have finished."""
-    changes, axis, values, around = lead.PLANS[what]
+    changes, axis, values, rates_around = lead.PLANS[what]
     first, runs = next(iter(changes)), {}
     for name, change in changes.items():
         for value in values:
-            with suppress(LookupError):
-                runs |= lead.runs_of({name: change}, axis, [value], around, must_find)
+            with suppress(NotFinished):
+                runs |= lead.runs_of({name: change}, axis, [value], rates_around, must_find)
     return [row for row in lead.rows(runs, first, find) if row[0] != first]
 
 
@@ -182,12 +187,14 @@ def mixtures():
     found = [row for row in leads("mod") if row[2] is not None]
     if not found:
         return None
-    runs = lead.runs_of(*lead.PLANS["mod"], must_find)
-    of = lambda name, key: statistics.mean(line[key] for line in find("lead", runs[name, 4000]))
+    changes, axis, (steps,), rates_around = lead.PLANS["mod"]
+    shown = {name: changes[name] for name in ("nag", *(row[0] for row in found))}
+    runs = lead.runs_of(shown, axis, [steps], rates_around, must_find)
+    mean = lambda name, key: statistics.mean(line[key] for line in find("lead", runs[name, steps]))
     rows = []
     for name, _, loss, *gap in found:
-        flops = f"{of(name, 'flops') / of('nag', 'flops'):.2f}"
-        skipped = f"{of(name, 'skipped'):.1%}" if "router" in name else ""
+        flops = f"{mean(name, 'flops') / mean('nag', 'flops'):.2f}"
+        skipped = f"{mean(name, 'skipped'):.1%}" if "router" in name else ""
         rows.append((name, skipped, flops, f"{loss:.4f}", plus_minus(gap), judge.verdict([gap])))
     head = ("model", "skip in evaluation", "FLOPs", "loss", "difference from nag", "verdict")
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)}
@@ -211,17 +218,18 @@ def oracle():
         found, mode = json.loads(path.read_text()), path.stem.removeprefix("oracle_")
         if mode not in trained:
             continue
-        where = f"--out_dir=out/{mode} --oracle_tokens={found['tokens']} --rate={found['rate']}"
+        rate = found["rate"]
+        where = f"--out_dir=out/{mode} --oracle_tokens={found['tokens']} --rate={rate}"
         commands += [first_seed(mode), f"python runs/oracle.py {where}"]
         commands += [f"cp out/{mode}/oracle.json {path.relative_to(ROOT)}"]
         rise = f"{statistics.mean(found['rise']):.4f}"
-        for score, of in found["scores"].items():
-            means = [statistics.mean(of[key]) for key in ("rank correlation", "regret")]
+        for score, fits in found["scores"].items():
+            means = [statistics.mean(fits[key]) for key in ("rank correlation", "regret")]
             rows.append((mode, score, *(f"{x:+.4f}" for x in means), rise))
     if not rows:
         return None
     head = ("mode", "score", "rank correlation", "regret", "mean rise of all tokens")
-    return {"rate": found["rate"], "commands": "\n".join(commands), "table": table(head, rows)}
+    return {"rate": rate, "commands": "\n".join(commands), "table": table(head, rows)}
 
 
 def variance():
@@ -242,7 +250,11 @@ def variance():
 # Classrooms and claims
 
 
-NAMES = {"transformer": ("skip", "rate"), "stack": ("case",), "walk": ("start",)}
+SETTINGS_OF = {  # which settings tell the lines of runs/classroom.py apart
+    "transformer": ("skip", "rate"),
+    "stack": ("case",),
+    "walk": ("start",),
+}
 
 
 def classroom_lines():
@@ -250,7 +262,7 @@ def classroom_lines():
     found = defaultdict(dict)
     for line in read("classroom"):
         known = line["settings"]
-        names = NAMES[known["what"]]
+        names = SETTINGS_OF[known["what"]]
         found[known["what"]][tuple(known[name] for name in names)] = line
     return found
 
@@ -305,7 +317,7 @@ def default_run():
     return records, records[-1]["tokens"] // records[-1]["step"], whole
 
 
-def race(path):
+def side_by_side(path):
     """A side-by-side run: (loss, steps, seconds) of the peer's best rate and of ours, and (loss of
     ours at the peer's time, difference)."""
     text = path.read_text()
@@ -321,7 +333,7 @@ def the_recipe():
     rows = []
     for path in sorted(SPEED.glob("nanochat_*.txt")):
         shape = path.stem.removeprefix("nanochat_").replace("x", " x ")
-        *runs, met = race(path)
+        *runs, met = side_by_side(path)
         rows.append((shape, *(f"{loss} after {n} steps, {s} s" for loss, n, s in runs), *met))
     head = ("blocks x width", "nanochat", "ours", "our loss at nanochat's time", "difference")
     parts = map(recipe.cells, recipe.rows(find, measure=False))
@@ -386,7 +398,7 @@ def earlier():
     return {"mean": Cells(e.mean), "gap": Cells(e.gap), "range": Cells(e.range_over_rates)}
 
 
-def rivals():
+def one_seed_runs():
     e = Earlier()
     rows = []
     lines = [line for line in e.lines if line["study"] == "rivals"]
@@ -461,7 +473,7 @@ def printed(path):
             yield table((parts.get(what, what), "time", "ratio"), rows)
 
 
-def ratios(report):
+def bench_rows(report):
     """(candidate, median, ratio) of all parts of a file of bench.py that compare candidates."""
     for part in report.values():
         for name, row in part.items() if isinstance(part, dict) else ():
@@ -471,7 +483,7 @@ def ratios(report):
                 yield name, f"{row['median'] * 1e3:.1f} ms", ratio
 
 
-def growth():
+def cost_growth():
     """How the cost of a step grows, from runs/growth.py."""
     path = SPEED / "growth.json"
     if not path.exists():
@@ -491,7 +503,7 @@ def speed():
     """{file: its tables} of results/speed."""
     found = {path.stem: "\n".join(printed(path)) for path in SPEED.glob("*.txt")}
     for path in SPEED.glob("*.json"):
-        rows = ratios(json.loads(path.read_text()))
+        rows = bench_rows(json.loads(path.read_text()))
         found[path.stem] = table(("candidate", "time", "ratio"), rows)
     return found
 
@@ -516,9 +528,8 @@ def saved(figure, path):
 
 def intervals():
     """(mode, interval at equal steps, at equal time) of all judged modes; None: not known."""
-    trained, ratios = judged()
-    numbers = lambda cell: tuple(map(float, cell.split(" ± "))) if "±" in cell else None
-    return [(row[0], numbers(row[3]), numbers(row[6])) for row in judge.rows(trained, ratios)]
+    found = judge.compared(*judged())
+    return [(at["mode"], at["steps"], at["times"][1] if at["times"] else None) for at in found]
 
 
 def modes_figure(path):
@@ -528,6 +539,8 @@ def modes_figure(path):
     figure, axes = pyplot().subplots(1, 2 if points else 1, squeeze=False, **size)
     for shift, index, label in ((-0.12, 1, "at equal steps"), (0.12, 2, "at equal time")):
         found = [(y, each[index]) for y, each in enumerate(shown) if each[index]]
+        if not found:
+            continue
         heights = [y + shift for y, _ in found]
         differences, halves = zip(*(interval for _, interval in found))
         axes[0, 0].errorbar(differences, heights, xerr=halves, fmt="o", capsize=2, label=label)
@@ -611,22 +624,22 @@ def recipe_figure(path):
 START, END = "<!-- written by runs/report.py -->\n", "<!-- end -->"
 
 
-def default_in_words():
+def default_values():
     """The default run beside nanochat's model, and what the two largest parts are worth."""
     records, _, whole = default_run()
     path = SPEED / "nanochat_8x128.txt"
-    theirs, _, seconds = race(path)[0]
+    theirs, _, seconds = side_by_side(path)[0]
     passed = re.search(r"ours after (\d+) s", path.read_text())[1]
     parts = {row["name"]: row["steps"] for row in recipe.rows(find, measure=False)}
-    found = {"theirs": theirs, "seconds": seconds, "passed": passed}
+    found = {"theirs": float(theirs), "seconds": seconds, "passed": passed}
     found |= {"adamw": parts["AdamW, one rate"][0], "embeds": parts["no value embeddings"][0]}
     return found | {"last": records[-1]["val_loss"], "whole": whole}
 
 
-def found_so_far():
+def verdict_values():
     """The verdicts of runs/judge.py in words, and the lead against tokens."""
     trained, ratios = judged()
-    rows = list(judge.rows(trained, ratios))
+    rows = [(found["mode"], *judge.words(found)) for found in judge.compared(trained, ratios)]
     if not rows:
         return None
     line = trained[judge.baseline][1][1.0][0]
@@ -634,8 +647,8 @@ def found_so_far():
         "millions": line["params"] / 1e6,
         "per_parameter": line["tokens"] / line["params"],
         "seeds": judge.seeds,
-        "at_steps": by_word((row[0], row[4]) for row in rows),
-        "at_time": by_word((row[0], row[7]) for row in rows),
+        "at_steps": by_word((mode, at_steps[1]) for mode, at_steps, _ in rows),
+        "at_time": by_word((mode, at_time[1]) for mode, _, at_time in rows),
         "lead": "".join(lead_in_words(mode, of) for mode, of in lead_points().items()),
     }
 
@@ -645,23 +658,26 @@ def lead_in_words(mode, points):
     if len(points) < 2:
         return ""
     at = [f"{judge.verdict([rest])} at {steps * per_parameter():.0f}" for steps, *rest in points]
-    return f" With other lengths of training, `{mode}` is {', '.join(at)} bytes per parameter."
+    seeds = f"{len(lead.SEEDS)} or {judge.seeds} seeds"
+    return f" By length of training ({seeds}), `{mode}` is {', '.join(at)} bytes per parameter."
 
 
 def by_word(pairs):
     """Pairs (mode, verdict) as text, in groups of equal verdicts."""
     groups = defaultdict(list)
     for mode, word in pairs:
-        groups[word or "diverged"].append(f"`{mode}`")
-    return "; ".join(f"{word}: {', '.join(modes)}" for word, modes in sorted(groups.items()))
+        groups[word or "no verdict"].append(f"`{mode}`")
+    return "; ".join(f"{word}: {', '.join(names)}" for word, names in sorted(groups.items()))
 
 
-def verdicts():
+def readme_verdicts():
     """{mode: its verdict for README's table of modes}"""
     trained, ratios = judged()
     found = {judge.baseline: "the baseline"} if trained else {}
-    for mode, count, _, steps, word, _, _, at_time, _ in judge.rows(trained, ratios):
-        found[mode] = f"{steps} ({word}); at equal time {at_time}" if steps else count
+    for each in judge.compared(trained, ratios):
+        (difference, word), (_, at_time) = judge.words(each)
+        whole = f"{difference} ({word}); at equal time {at_time or 'no verdict'}"
+        found[each["mode"]] = each["diverged"] or whole
     return found
 
 
@@ -670,11 +686,11 @@ def verdicts():
 
 FIRST_PAGE = ("README: found so far", "README: the default recipe")
 SECTIONS = {
-    "README: found so far": found_so_far,
-    "README: the default recipe": default_in_words,
+    "README: found so far": verdict_values,
+    "README: the default recipe": default_values,
     "The modes": modes,
     "With AdamW": with_adamw,
-    "Does the lead last?": lead_by_tokens,
+    "Shorter and longer training": lead_by_tokens,
     "With fewer and more blocks": partial(lead_by, "blocks", "blocks"),
     "NAG with one part changed": partial(lead_by, "nag", "steps"),
     "BHyT with other initial values": partial(lead_by, "bhyt", "steps"),
@@ -687,13 +703,13 @@ SECTIONS = {
     "A transformer without its skip connection": transformers,
     "Published claims": published,
     "The default recipe": the_recipe,
-    "Every mode once": rivals,
+    "Most modes at three rates": one_seed_runs,
     "Earlier, shorter runs": earlier,
     "Conversion": conversion,
     "An imported model, by depth": imported,
     "Pruning without training": pruning,
     "Speed": speed,
-    "How the cost of a training step grows": growth,
+    "How the cost of a training step grows": cost_growth,
 }
 
 
@@ -734,7 +750,7 @@ def readme(text):
     """README with its first page and the verdicts in its table of modes written anew."""
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
-    found = verdicts()
+    found = readme_verdicts()
     row = r"^(\|.*\| `(\w+)` \|.*\|)[^|]*\|$"
     verdict = lambda match: f"{match[1]} {found.get(match[2], 'not judged yet')} |"
     return before + START + first_page() + END + re.sub(row, verdict, after, flags=re.M)
