@@ -1756,7 +1756,7 @@ def test_a_sharded_run_keeps_folders_and_every_script_reads_them(over_ranks, tmp
     assert all(set(os.listdir(run / name)) == parts for name in kept)
     report = evaluated(run, "loss", eval_tokens=512, checkpoint="best_000008")
     (run / "eval.json").unlink()
-    assert report["loss"]["loss"] == pytest.approx(min(log_of(run).val_losses), abs=1e-5)
+    assert report["loss"]["loss"] == pytest.approx(min(log_of(run).val_losses), abs=1e-4)
     how = dict(lora_rank=2, max_iters=1, eval_tokens=512, device="cpu", compile=False)
     resume(sft, init_from=run, **how)
     lora.main(str(sft), str(tmp_path / "merged.pt"))
