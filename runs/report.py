@@ -70,6 +70,12 @@ def judged(optimizer="muon"):
     return trained, study.race("judge", judge.timed(scale, trained), measure=False)
 
 
+@cache
+def compared(optimizer="muon"):
+    """What judge.compare returns, for all judged modes."""
+    return [*judge.compared(*judged(optimizer))]
+
+
 def core_hours(*studies):
     """The time of all steps in these files, without evaluations, compilation and restarts."""
     lines = [line for study in studies for line in read(study) if line.get("step_s")]
@@ -78,8 +84,7 @@ def core_hours(*studies):
 
 def modes():
     """The verdicts of runs/judge.py, and what the models look like inside."""
-    trained, ratios = judged()
-    rows = [*map(judge.cells, judge.compared(trained, ratios))]
+    trained, rows = judged()[0], [*map(judge.cells, compared())]
     if not rows:
         return None
     head = ("mode", "norm growth", "angle to embedding (degrees)", "attention to the first token")
@@ -98,11 +103,10 @@ def modes():
 
 def with_adamw():
     """The verdicts with AdamW."""
-    trained, ratios = judged("adamw")
-    rows = [*map(judge.cells, judge.compared(trained, ratios))]
+    rows = [*map(judge.cells, compared("adamw"))]
     if not rows:
         return None
-    return {"verdicts": table(judge.HEAD, rows), "tuning": tuning(trained, "adamw")}
+    return {"verdicts": table(judge.HEAD, rows), "tuning": tuning(judged("adamw")[0], "adamw")}
 
 
 def tuning(trained, optimizer="muon"):
@@ -328,6 +332,11 @@ def side_by_side(path):
     return min(peers, key=lambda peer: float(peer[0])), ours, met
 
 
+@cache
+def recipe_rows():
+    return [*recipe.rows(find, measure=False)]
+
+
 def the_recipe():
     records, size, whole = default_run()
     rows = []
@@ -336,7 +345,7 @@ def the_recipe():
         *runs, met = side_by_side(path)
         rows.append((shape, *(f"{loss} after {n} steps, {s} s" for loss, n, s in runs), *met))
     head = ("blocks x width", "nanochat", "ours", "our loss at nanochat's time", "difference")
-    parts = map(recipe.cells, recipe.rows(find, measure=False))
+    parts = map(recipe.cells, recipe_rows())
     return {
         "last": records[-1]["val_loss"],
         "whole": whole,
@@ -526,26 +535,21 @@ def saved(figure, path):
     pyplot().close(figure)
 
 
-def intervals():
-    """(mode, interval at equal steps, at equal time) of all judged modes; None: not known."""
-    found = judge.compared(*judged())
-    return [(at["mode"], at["steps"], at["times"][1] if at["times"] else None) for at in found]
-
-
 def modes_figure(path):
     """The verdicts of all judged modes; beside them, if measured, the lead against tokens."""
-    shown, points = intervals(), lead_points()
+    shown, points = compared(), lead_points()
     size = dict(figsize=(9 if points else 6, 0.9 + 0.35 * len(shown)), layout="constrained")
     figure, axes = pyplot().subplots(1, 2 if points else 1, squeeze=False, **size)
-    for shift, index, label in ((-0.12, 1, "at equal steps"), (0.12, 2, "at equal time")):
-        found = [(y, each[index]) for y, each in enumerate(shown) if each[index]]
+    at_steps = [each["steps"] for each in shown]
+    at_time = [each["times"][1] if each["times"] else None for each in shown]
+    for shift, of, label in ((-0.12, at_steps, "at equal steps"), (0.12, at_time, "at equal time")):
+        found = [(y + shift, *interval) for y, interval in enumerate(of) if interval]
         if not found:
             continue
-        heights = [y + shift for y, _ in found]
-        differences, halves = zip(*(interval for _, interval in found))
+        heights, differences, halves = zip(*found)
         axes[0, 0].errorbar(differences, heights, xerr=halves, fmt="o", capsize=2, label=label)
     axes[0, 0].axvline(0, color="0.7", lw=1)
-    axes[0, 0].set_yticks(range(len(shown)), [each[0] for each in shown])
+    axes[0, 0].set_yticks(range(len(shown)), [each["mode"] for each in shown])
     axes[0, 0].invert_yaxis()
     axes[0, 0].set(xlabel="validation loss minus pre-norm's (left: better)")
     axes[0, 0].legend(fontsize=8)
@@ -605,7 +609,7 @@ def stability_figure(path):
 
 def recipe_figure(path):
     """What each part of the recipe is worth at equal time, with intervals."""
-    rows = [row for row in recipe.rows(find, measure=False) if row["equal"] or row["steps"]]
+    rows = [row for row in recipe_rows() if row["equal"] or row["steps"]]
     rows = [row for row in rows if row["name"] != recipe.RECIPE]
     rows.sort(key=lambda row: (row["equal"] or row["steps"])[0])
     differences, halves = zip(*(row["equal"] or row["steps"] for row in rows))
@@ -630,7 +634,7 @@ def default_values():
     path = SPEED / "nanochat_8x128.txt"
     theirs, _, seconds = side_by_side(path)[0]
     passed = re.search(r"ours after (\d+) s", path.read_text())[1]
-    parts = {row["name"]: row["steps"] for row in recipe.rows(find, measure=False)}
+    parts = {row["name"]: row["steps"] for row in recipe_rows()}
     found = {"theirs": float(theirs), "seconds": seconds, "passed": passed}
     found |= {"adamw": parts["AdamW, one rate"][0], "embeds": parts["no value embeddings"][0]}
     return found | {"last": records[-1]["val_loss"], "whole": whole}
@@ -638,11 +642,10 @@ def default_values():
 
 def verdict_values():
     """The verdicts of runs/judge.py in words, and the lead against tokens."""
-    trained, ratios = judged()
-    rows = [(found["mode"], *judge.words(found)) for found in judge.compared(trained, ratios)]
+    rows = [(found["mode"], *judge.words(found)) for found in compared()]
     if not rows:
         return None
-    line = trained[judge.baseline][1][1.0][0]
+    line = judged()[0][judge.baseline][1][1.0][0]
     return {
         "millions": line["params"] / 1e6,
         "per_parameter": line["tokens"] / line["params"],
@@ -672,9 +675,8 @@ def by_word(pairs):
 
 def readme_verdicts():
     """{mode: its verdict for README's table of modes}"""
-    trained, ratios = judged()
-    found = {judge.baseline: "the baseline"} if trained else {}
-    for each in judge.compared(trained, ratios):
+    found = {judge.baseline: "the baseline"} if judged()[0] else {}
+    for each in compared():
         (difference, word), (_, at_time) = judge.words(each)
         whole = f"{difference} ({word}); at equal time {at_time or 'no verdict'}"
         found[each["mode"]] = each["diverged"] or whole
@@ -713,7 +715,7 @@ SECTIONS = {
 }
 
 
-def words():
+def template():
     """report.md: (introduction, {title: section}, {title: section} of README's first page)."""
     intro, *parts = re.split(r"^(?=##+ )", (ROOT / "runs" / "report.md").read_text(), flags=re.M)
     sections = {part.partition("\n")[0].lstrip("# "): part for part in parts}
@@ -738,12 +740,12 @@ def filled(sections):
 
 
 def markdown():
-    intro, sections, _ = words()
+    intro, sections, _ = template()
     return intro + filled(sections) + "\n"
 
 
 def first_page():
-    return filled(words()[-1]) + "\n"
+    return filled(template()[-1]) + "\n"
 
 
 def readme(text):
@@ -761,7 +763,7 @@ if __name__ == "__main__":
     (ROOT / "README.md").write_text(readme((ROOT / "README.md").read_text()))
     recipe_figure(RESULTS / "recipe.png")
     stability_figure(RESULTS / "stability.png")
-    if intervals():
+    if compared():
         modes_figure(RESULTS / "modes.png")
     if classroom_lines():
         classroom_figure(RESULTS / "classroom.png")

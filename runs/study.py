@@ -123,6 +123,7 @@ def finished(study):
     return {name_of(line): line for line in read(study) if "key" in line}
 
 
+@cache  # the report reads the same lines hundreds of times
 def parsed(line):
     try:
         return json.loads(line)
