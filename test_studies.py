@@ -281,6 +281,25 @@ def test_a_claim_with_several_parts_holds_if_all_of_them_do(words, word):
     assert claims.all_of(words) == word
 
 
+def test_a_mixture_of_depths_has_a_row_as_soon_as_its_seeds_have_finished(monkeypatch):
+    line = {"flops": 10.0, "skipped": 0.0}
+    found = {"nag": [line | {"loss": 1.0 + 0.1 * seed} for seed in range(3)]}
+    for router, gap in (("NAG's", 0.01), ("learned", 0.03)):
+        lines = [{"loss": own["loss"] + gap, "flops": 6.0, "skipped": 0.4} for own in found["nag"]]
+        found[f"{router} router 0.4"] = lines
+    found["random router 0.4"] = [line | {"loss": None}] * 3
+    monkeypatch.setattr(report, "mixture_lines", lambda: found)
+    rows = report.mixtures()["table"].splitlines()[2:]
+    assert rows[0] == "| NAG's router 0.4 | 40.0% | 0.60 | 1.1100 | +0.0100 ± 0.0000 | worse |"
+    assert rows[2].split(" | ")[-1] == "diverged |"
+
+    at_20, at_40, _ = claims.depths(found, report.Earlier())
+    assert at_20[2].endswith("(short runs)")
+    assert at_40[2:] == ("-0.0200 ± 0.0000", "holds")
+    found["learned router 0.4"] = found["random router 0.4"]
+    assert [*claims.depths(found, report.Earlier())][1][2].endswith("(short runs)")
+
+
 def test_readme_has_a_verdict_for_each_judged_mode(monkeypatch):
     monkeypatch.setattr(report, "readme_verdicts", lambda: {"nag": "worse"})
     monkeypatch.setattr(report, "first_page", lambda: "PAGE\n")

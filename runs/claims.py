@@ -141,15 +141,21 @@ def nag(judged):
     )
 
 
-def depths(earlier):
-    """Claims about mixtures of depths, from short runs."""
-    of = lambda variant: earlier.losses("mod_table", variant)
-    for rate, published in (("0.2", "yes"), ("0.4", "by 0.0671")):
-        gap = paired(of(f"nag_{rate}"), of(f"learned_{rate}"))
+def depths(mixtures, earlier):
+    """Claims about mixtures of depths. mixtures: {name: the lines of runs/lead.py}."""
+    for rate, published in ((0.2, "yes"), (0.4, "by 0.0671")):
+        names = [f"{router} router {rate}" for router in ("NAG's", "learned")]
+        ours = [[line["loss"] for line in mixtures.get(name, ())] for name in names]
+        if all(ours) and None not in sum(ours, []):
+            length = ""
+        else:
+            ours = [earlier.losses("mod_table", f"{who}_{rate}") for who in ("nag", "learned")]
+            length = " (short runs)"
+        gap = paired(*ours)
         yield (
-            f"NAG's router is better than a learned one if {float(rate):.0%} of tokens skip",
+            f"NAG's router is better than a learned one if {rate:.0%} of tokens skip",
             published,
-            f"{plus_minus(gap)} (short runs)",
+            plus_minus(gap) + length,
             sign(gap),
         )
     gaps = {}
@@ -257,10 +263,11 @@ def classrooms():
             yield words, "yes", "", missing
 
 
-def rows(judged, earlier):
+def rows(judged, mixtures, earlier):
+    """judged: {mode: what judge.train returns}, mixtures: {name: the lines of runs/lead.py}."""
     judged = complete(judged)
     yield from gain_by_shape(earlier)
     yield from nag(judged)
-    yield from depths(earlier)
+    yield from depths(mixtures, earlier)
     yield from bhyt(judged, earlier)
     yield from classrooms()

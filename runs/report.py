@@ -180,28 +180,47 @@ def lead_by_tokens():
 
 def lead_by(what, axis):
     """The rows of runs/lead.py with another number of blocks, or with changes of a mode."""
-    rows = [(name, f"{value:,}", f"{loss:.4f}", plus_minus(interval))
-            for name, value, loss, *interval in leads(what) if loss is not None]  # fmt: skip
+    rows = []
+    for name, value, loss, *interval in leads(what):
+        known = ("", "diverged") if loss is None else (f"{loss:.4f}", plus_minus(interval))
+        rows.append((name, f"{value:,}", *known))
     head = ("mode or change", axis, "loss", "difference from pre-norm")
     return {"table": table(head, rows)} if rows else None
 
 
-def mixtures():
-    """NAG with mixtures of depths and with fewer blocks, from runs/lead.py."""
-    found = [row for row in leads("mod") if row[2] is not None]
-    if not found:
-        return None
+@cache
+def mixture_lines():
+    """{name: the lines of its seeds} of what has finished of runs/lead.py --what=mod."""
     changes, axis, (steps,), rates_around = lead.PLANS["mod"]
-    shown = {name: changes[name] for name in ("nag", *(row[0] for row in found))}
-    runs = lead.runs_of(shown, axis, [steps], rates_around, must_find)
-    mean = lambda name, key: statistics.mean(line[key] for line in find("lead", runs[name, steps]))
-    rows = []
-    for name, _, loss, *gap in found:
-        flops = f"{mean(name, 'flops') / mean('nag', 'flops'):.2f}"
-        skipped = f"{mean(name, 'skipped'):.1%}" if "router" in name else ""
-        rows.append((name, skipped, flops, f"{loss:.4f}", plus_minus(gap), judge.verdict([gap])))
+    found = {}
+    for name, change in changes.items():
+        with suppress(NotFinished):
+            runs = lead.runs_of({name: change}, axis, [steps], rates_around, must_find)
+            found[name] = must_find("lead", runs[name, steps])
+    return found
+
+
+def mixtures():
+    """NAG with mixtures of depths and with fewer blocks, beside plain NAG."""
+    found, rows = dict(mixture_lines()), []
+    dense = found.pop("nag", None)
+    if not found or not dense:
+        return None
+    for name, lines in found.items():
+        if math.inf in judge.losses(lines):
+            rows.append((name, "", "", "", "", "diverged"))
+            continue
+        skipped = f"{mean_of(lines, 'skipped'):.1%}" if "router" in name else ""
+        flops = f"{mean_of(lines, 'flops') / mean_of(dense, 'flops'):.2f}"
+        gap = paired(judge.losses(lines), judge.losses(dense))
+        loss = f"{mean_of(lines, 'loss'):.4f}"
+        rows.append((name, skipped, flops, loss, plus_minus(gap), judge.verdict([gap])))
     head = ("model", "skip in evaluation", "FLOPs", "loss", "difference from nag", "verdict")
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)}
+
+
+def mean_of(lines, key):
+    return statistics.mean(line[key] for line in lines)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -306,7 +325,7 @@ def transformers():
 
 def published():
     """The published claims, with our measurements."""
-    return {"table": table(claims.HEAD, claims.rows(judged()[0], Earlier()))}
+    return {"table": table(claims.HEAD, claims.rows(judged()[0], mixture_lines(), Earlier()))}
 
 
 # ------------------------------------------------------------------------------------------------
