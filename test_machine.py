@@ -74,6 +74,8 @@ def gpu(monkeypatch):
         return autocast(on_cpu(device_type), *args, **how)
 
     monkeypatch.setattr(torch, "autocast", cast)
+    none = lambda check_available=False: None  # AdamW asks; a CUDA build would look for a driver
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", none)
     with OnCPU() as mode:
         yield SimpleNamespace(copies=mode.copies, **asked)
     torch.set_float32_matmul_precision(precision)
