@@ -293,10 +293,14 @@ def test_a_mixture_of_depths_has_a_row_as_soon_as_its_seeds_have_finished(monkey
     assert rows[0] == "| NAG's router 0.4 | 40.0% | 0.60 | 1.1100 | +0.0100 ± 0.0000 | worse |"
     assert rows[2].split(" | ")[-1] == "diverged |"
 
+    first_page = {"own": "+0.0100 ± 0.0000", "learned": "+0.0300 ± 0.0000"}
+    assert report.mixture_values() == first_page | {"flops": 0.6, "seeds": 3}
+
     at_20, at_40, _ = claims.depths(found, report.Earlier())
     assert at_20[2].endswith("(short runs)")
     assert at_40[2:] == ("-0.0200 ± 0.0000", "holds")
     found["learned router 0.4"] = found["random router 0.4"]
+    assert report.mixture_values() is None
     assert [*claims.depths(found, report.Earlier())][1][2].endswith("(short runs)")
 
 

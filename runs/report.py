@@ -684,6 +684,18 @@ def lead_in_words(mode, points):
     return f" By length of training ({seeds}), `{mode}` is {', '.join(at)} bytes per parameter."
 
 
+def mixture_values():
+    """What skipping 40% of the sublayers costs NAG, with its router and with a learned one."""
+    names = {"dense": "nag", "own": "NAG's router 0.4", "learned": "learned router 0.4"}
+    lines = {key: mixture_lines().get(name) for key, name in names.items()}
+    if None in lines.values() or math.inf in sum(map(judge.losses, lines.values()), []):
+        return None
+    losses = {key: judge.losses(of) for key, of in lines.items()}
+    gaps = {key: plus_minus(paired(losses[key], losses["dense"])) for key in ("own", "learned")}
+    flops = mean_of(lines["own"], "flops") / mean_of(lines["dense"], "flops")
+    return gaps | {"flops": flops, "seeds": len(lead.SEEDS)}
+
+
 def by_word(pairs):
     """Pairs (mode, verdict) as text, in groups of equal verdicts."""
     groups = defaultdict(list)
@@ -705,9 +717,9 @@ def readme_verdicts():
 # ------------------------------------------------------------------------------------------------
 # The pages
 
-FIRST_PAGE = ("README: found so far", "README: the default recipe")
 SECTIONS = {
     "README: found so far": verdict_values,
+    "README: mixtures of depths": mixture_values,
     "README: the default recipe": default_values,
     "The modes": modes,
     "With AdamW": with_adamw,
@@ -732,6 +744,7 @@ SECTIONS = {
     "Speed": speed,
     "How the cost of a training step grows": cost_growth,
 }
+FIRST_PAGE = [title for title in SECTIONS if title.startswith("README: ")]
 
 
 def template():
