@@ -180,15 +180,15 @@ def cpu_attention(q, k, v, mask, chunk, scale):
     """Eq. 2 in plain operations that the compiler can fuse: twice as fast as SDPA on a CPU.
 
     q (B, H, n, D), k and v (B, G, T, D) -> (B, H, n, D). A mask of None means causal, with queries
-    for the last n tokens. Queries run in chunks, and a chunk skips the keys after its last query.
-    The n queries belong to n of the T tokens, in order, so the first j of them see at most
-    T - n + j keys. All bounds are rounded, because whole tiles save more time than the extra scores
-    cost.
+    for the last n tokens. If n = T, queries run in chunks, and a chunk skips the keys after its
+    last query. The bounds are rounded, because whole tiles save more time than the extra scores
+    cost. A mixture of depths has n < T, and n changes in training: the compiler then needs bounds
+    that do not depend on n.
     """
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     n, T, out = q.size(2), k.size(2), []
     at = torch.arange(T, device=q.device)
-    chunks = -(-T // chunk)  # from T alone: n changes during training, and this count must not
+    chunks = -(-T // chunk) if n == T else 1
     cuts = [i * n // chunks // 16 * 16 for i in range(chunks)] + [n]
     for start, end in zip(cuts, cuts[1:]):
         keys = T - (n - end) // 32 * 32
