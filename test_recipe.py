@@ -139,3 +139,20 @@ def test_attention_for_the_compiler_equals_sdpa(queries, keys):
     end = cpu_attention(q[:, :, -3:], k, v, None, 128, 8**-0.5)  # the last tokens, without a mask
     mask = torch.arange(keys) <= torch.arange(keys)[-3:, None]
     assert_close(end, F.scaled_dot_product_attention(q[:, :, -3:], k, v, mask, enable_gqa=True))
+
+
+@pytest.mark.slow
+def test_compiled_attention_takes_any_number_of_queries():
+    """A mixture of depths changes it in training. Contexts above 128 have several chunks."""
+    torch.manual_seed(0)
+    attend = torch.compile(cpu_attention)
+    k, v = (torch.randn(4, 2, 256, 32, requires_grad=True) for _ in range(2))
+    for queries in (154, 161, 147, 256):
+        q = torch.randn(4, 2, queries, 32, requires_grad=True)
+        rows = torch.stack([torch.randperm(256)[:queries].sort().values for _ in range(4)])
+        mask = (torch.arange(256) <= rows[..., None])[:, None]
+        found = []
+        for run in (attend, cpu_attention):
+            y = run(q, k, v, mask, 128, 32**-0.5)
+            found.append((y, *torch.autograd.grad((y * y.detach()).sum(), (q, k, v))))
+        assert_close(*found, rtol=1e-4, atol=1e-4)
