@@ -182,16 +182,15 @@ def cpu_attention(q, k, v, mask, chunk, scale):
     q (B, H, n, D), k and v (B, G, T, D) -> (B, H, n, D). A mask of None means causal, with queries
     for the last n tokens. If n = T, queries run in chunks, and a chunk skips the keys after its
     last query. The bounds are rounded, because whole tiles save more time than the extra scores
-    cost. A mixture of depths has n < T, and n changes in training: the compiler then needs bounds
-    that do not depend on n.
+    cost. With a mixture of depths, n changes in training, so no bound is computed from n.
     """
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     n, T, out = q.size(2), k.size(2), []
     at = torch.arange(T, device=q.device)
-    chunks = -(-T // chunk) if n == T else 1
-    cuts = [i * n // chunks // 16 * 16 for i in range(chunks)] + [n]
-    for start, end in zip(cuts, cuts[1:]):
-        keys = T - (n - end) // 32 * 32
+    chunks = -(-T // chunk)
+    cuts = [i * T // chunks // 16 * 16 for i in range(chunks)] + [T]
+    parts = [(start, end, T - (T - end) // 32 * 32) for start, end in zip(cuts, cuts[1:])]
+    for start, end, keys in parts if n == T else [(0, n, T)]:
         causal = at[:keys] <= at[start:end, None] + (T - n)
         seen = causal if mask is None else mask[..., start:end, :keys]
         bias = torch.where(seen, 0.0, -math.inf)  # kernels that read booleans are slow

@@ -142,17 +142,19 @@ def test_attention_for_the_compiler_equals_sdpa(queries, keys):
 
 
 @pytest.mark.slow
-def test_compiled_attention_takes_any_number_of_queries():
-    """A mixture of depths changes it in training. Contexts above 128 have several chunks."""
-    torch.manual_seed(0)
-    attend = torch.compile(cpu_attention)
-    k, v = (torch.randn(4, 2, 256, 32, requires_grad=True) for _ in range(2))
-    for queries in (154, 161, 147, 256):
-        q = torch.randn(4, 2, queries, 32, requires_grad=True)
-        rows = torch.stack([torch.randperm(256)[:queries].sort().values for _ in range(4)])
-        mask = (torch.arange(256) <= rows[..., None])[:, None]
+def test_a_compiled_mixture_of_depths_follows_k():
+    """In training, k changes. Contexts above 128 have several chunks of attention."""
+    shape = dict(block_size=256, n_embd=64, residual="nag", mod_on="both", mod_rate=0.4)
+    eager, compiled = (tiny(**shape, **EXTRAS).train() for _ in range(2))
+    compiled.compile_blocks()
+    idx = some_ids(T=256)
+    for k in (154, 161, 147, 256, 190):
         found = []
-        for run in (attend, cpu_attention):
-            y = run(q, k, v, mask, 128, 32**-0.5)
-            found.append((y, *torch.autograd.grad((y * y.detach()).sum(), (q, k, v))))
-        assert_close(*found, rtol=1e-4, atol=1e-4)
+        for model in (eager, compiled):
+            for router in mod.routers(model):
+                router.k = k
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(idx, idx)[1]
+            (grad,) = torch.autograd.grad(loss, model.blocks[0].attn.wo.weight)
+            found.append((loss, grad))
+        assert_close(*found, rtol=0.03, atol=0.03 * found[0][1].abs().max().item())
