@@ -134,15 +134,21 @@ def inside_cells(line):
     yield f"{max(depth['max/rms']):.1f}"
 
 
-def leads(what):
-    """The rows of runs/lead.py that have finished."""
+def lead_runs(what):
+    """{(name, value): the settings of its seeds} of all in runs/lead.py that is tuned."""
     changes, axis, values, rates_around = lead.PLANS[what]
-    first, runs = next(iter(changes)), {}
+    runs = {}
     for name, change in changes.items():
         for value in values:
             with suppress(NotFinished):
                 runs |= lead.runs_of({name: change}, axis, [value], rates_around, must_find)
-    return [row for row in lead.rows(runs, first, find) if row[0] != first]
+    return runs
+
+
+def leads(what):
+    """The rows of runs/lead.py that have finished."""
+    first = next(iter(lead.PLANS[what][0]))
+    return [row for row in lead.rows(lead_runs(what), first, find) if row[0] != first]
 
 
 @cache
@@ -191,12 +197,10 @@ def lead_by(what, axis):
 @cache
 def mixture_lines():
     """{name: the lines of its seeds} of what has finished of runs/lead.py --what=mod."""
-    changes, axis, (steps,), rates_around = lead.PLANS["mod"]
     found = {}
-    for name, change in changes.items():
+    for (name, _), runs in lead_runs("mod").items():
         with suppress(NotFinished):
-            runs = lead.runs_of({name: change}, axis, [steps], rates_around, must_find)
-            found[name] = must_find("lead", runs[name, steps])
+            found[name] = must_find("lead", runs)
     return found
 
 
