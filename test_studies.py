@@ -242,8 +242,8 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
     found = {(name, value): rest for name, value, *rest in lead.rows(runs, "prenorm", study.run)}
     differences = [-0.1 + 0.001 * seed**2 for seed in lead.SEEDS]
     mean, half = study.paired(differences, [0.0] * 3)
-    assert found["nag", 8000][1:] == pytest.approx([mean, half])
-    assert found["bhyt", 1000][1:] == pytest.approx([-0.05, 0.0])
+    assert found["nag", 8000][1] == pytest.approx((mean, half))
+    assert found["bhyt", 1000][1] == pytest.approx((-0.05, 0.0))
 
     more = lead.runs_of(changes, axis, [1000, 16000], around, study.run)
     assert {value for _, value, *_ in lead.rows(more, "prenorm", study.find)} == {1000}

@@ -13,7 +13,7 @@ from statistics import mean
 
 import classroom
 import study
-from study import ROOT, paired, plus_minus
+from study import ROOT, gap_of, paired, plus_minus
 
 HEAD = ("claim", "published", "ours", "verdict")
 STACKS = {
@@ -63,18 +63,20 @@ def times(quartiles):
     return f"{middle:.3f}x pre-norm's time (quartiles {low:.3f} and {high:.3f})"
 
 
-def losses(judged, mode):
-    return [line["loss"] for line in judged[mode][1][1.0]]
+def runs_of(judged, mode):
+    """The runs of a mode for all steps, one line per seed."""
+    return judged[mode][1][1.0]
 
 
 def complete(judged):
     """The judged modes without a diverged seed."""
-    return {mode: judged[mode] for mode in judged if None not in losses(judged, mode)}
+    whole = lambda lines: None not in [line["loss"] for line in lines]
+    return {mode: judged[mode] for mode in judged if whole(runs_of(judged, mode))}
 
 
 def inside(judged, mode):
     """What eval.py measured by depth on the first seed."""
-    return judged[mode][1][1.0][0]["depth"]
+    return runs_of(judged, mode)[0]["depth"]
 
 
 def growth(depth):
@@ -104,7 +106,7 @@ def nag(judged):
     """Claims about a dense NAG. judged: {mode: what judge.train returns}."""
     if not {"prenorm", "nag"} <= judged.keys():
         return
-    gap = paired(losses(judged, "nag"), losses(judged, "prenorm"))
+    gap = gap_of(runs_of(judged, "nag"), runs_of(judged, "prenorm"))
     yield (
         "NAG's loss is lower than pre-norm's",
         "yes (with experts: row above)",
@@ -144,14 +146,11 @@ def nag(judged):
 def depths(mixtures, earlier):
     """Claims about mixtures of depths. mixtures: {name: the lines of runs/lead.py}."""
     for rate, published in ((0.2, "yes"), (0.4, "by 0.0671")):
-        names = [f"{router} router {rate}" for router in ("NAG's", "learned")]
-        ours = [[line["loss"] for line in mixtures.get(name, ())] for name in names]
-        if all(ours) and None not in sum(ours, []):
-            length = ""
-        else:
-            ours = [earlier.losses("mod_table", f"{who}_{rate}") for who in ("nag", "learned")]
-            length = " (short runs)"
-        gap = paired(*ours)
+        ours, theirs = (mixtures.get(f"{who} router {rate}", ()) for who in ("NAG's", "learned"))
+        gap, length = ours and theirs and gap_of(ours, theirs), ""
+        if not gap:
+            short = (earlier.losses("mod_table", f"{who}_{rate}") for who in ("nag", "learned"))
+            gap, length = paired(*short), " (short runs)"
         yield (
             f"NAG's router is better than a learned one if {rate:.0%} of tokens skip",
             published,
@@ -176,7 +175,7 @@ def bhyt(judged, earlier):
     order = " < ".join(sorted(PUBLISHED_1B, key=PUBLISHED_1B.get))
     others = [mode for mode in have if mode != "bhyt"]
     if "bhyt" in have and others:
-        gaps = [paired(losses(judged, "bhyt"), losses(judged, mode)) for mode in others]
+        gaps = [gap_of(runs_of(judged, "bhyt"), runs_of(judged, mode)) for mode in others]
         found = ", ".join(f"against {m} {plus_minus(gap)}" for m, gap in zip(others, gaps))
         word = f"{all_of([sign(gap) for gap in gaps])} at 0.5M parameters"
         yield "At 1B, BHyT has the lowest loss", order, f"bhyt {found}", word

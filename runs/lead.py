@@ -23,7 +23,7 @@ from functools import cache, partial
 
 import judge
 import study
-from study import paired
+from study import gap_of, plus_minus
 
 from configurator import configure
 
@@ -127,19 +127,18 @@ def runs_of(changes, axis, values, rates_around, lines_of):
 
 
 def rows(runs, first, lines_of):
-    """(name, value, mean loss, difference from first, half its interval) of all that has finished.
+    """(name, value, mean loss, paired difference from first) of all that has finished.
 
-    The last three are None if a run diverged.
+    The last two are None if a run diverged.
     """
     lines = iter(lines_of("lead", [each for of_seeds in runs.values() for each in of_seeds]))
     found = {at: [next(lines) for _ in SEEDS] for at in runs}
-    losses = {at: [line["loss"] for line in of] for at, of in found.items() if None not in of}
-    for (name, value), ours in losses.items():
-        if (first, value) in losses:
-            theirs = losses[first, value]
-            whole = None not in (*ours, *theirs)
-            numbers = (statistics.mean(ours), *paired(ours, theirs)) if whole else [None] * 3
-            yield name, value, *numbers
+    found = {at: of_seeds for at, of_seeds in found.items() if None not in of_seeds}
+    for (name, value), ours in found.items():
+        if (first, value) in found:
+            gap = gap_of(ours, found[first, value])
+            mean = gap and statistics.mean(line["loss"] for line in ours)
+            yield name, value, mean, gap
 
 
 def main():
@@ -149,8 +148,8 @@ def main():
     changes, *rest = selected(PLANS[what])
     runs = runs_of(changes, *rest, study.run)
     width = max(map(len, changes))
-    for name, value, loss, difference, half in rows(runs, next(iter(changes)), study.run):
-        result = "diverged" if loss is None else f"{loss:.4f} {difference:+.4f} ± {half:.4f}"
+    for name, value, loss, gap in rows(runs, next(iter(changes)), study.run):
+        result = f"{loss:.4f} {plus_minus(gap)}" if gap else "diverged"
         print(f"{name:<{width}} {value:>6} {result}")
 
 

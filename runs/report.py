@@ -22,7 +22,7 @@ import judge
 import lead
 import recipe
 import study
-from study import ROOT, find, paired, plus_minus, read, table
+from study import ROOT, find, gap_of, paired, plus_minus, read, table
 
 from model import RESIDUALS
 
@@ -157,12 +157,12 @@ def lead_points():
     points, trained = defaultdict(list), claims.complete(judged()[0])
     if judge.baseline not in trained:
         return {}
-    for mode, steps, loss, *interval in leads("tokens"):
-        if loss is not None:
-            points[mode].append((steps, *interval))
+    for mode, steps, _, gap in leads("tokens"):
+        if gap:
+            points[mode].append((steps, *gap))
     for mode in points.keys() & trained.keys():
-        pair = (claims.losses(trained, each) for each in (mode, judge.baseline))
-        points[mode].append((trained[mode][1][1.0][0]["steps"], *paired(*pair)))
+        ours, theirs = (claims.runs_of(trained, each) for each in (mode, judge.baseline))
+        points[mode].append((ours[0]["steps"], *gap_of(ours, theirs)))
     return {mode: sorted(of) for mode, of in points.items()}
 
 
@@ -187,8 +187,8 @@ def lead_by_tokens():
 def lead_by(what, axis):
     """The rows of runs/lead.py with another number of blocks, or with changes of a mode."""
     rows = []
-    for name, value, loss, *interval in leads(what):
-        known = ("", "diverged") if loss is None else (f"{loss:.4f}", plus_minus(interval))
+    for name, value, loss, gap in leads(what):
+        known = (f"{loss:.4f}", plus_minus(gap)) if gap else ("", "diverged")
         rows.append((name, f"{value:,}", *known))
     head = ("mode or change", axis, "loss", "difference from pre-norm")
     return {"table": table(head, rows)} if rows else None
@@ -211,12 +211,12 @@ def mixtures():
     if not found or not dense:
         return None
     for name, lines in found.items():
-        if math.inf in judge.losses(lines):
+        gap = gap_of(lines, dense)
+        if not gap:
             rows.append((name, "", "", "", "", "diverged"))
             continue
         skipped = f"{mean_of(lines, 'skipped'):.1%}" if "router" in name else ""
         flops = f"{mean_of(lines, 'flops') / mean_of(dense, 'flops'):.2f}"
-        gap = paired(judge.losses(lines), judge.losses(dense))
         loss = f"{mean_of(lines, 'loss'):.4f}"
         rows.append((name, skipped, flops, loss, plus_minus(gap), judge.verdict([gap])))
     head = ("model", "skip in evaluation", "FLOPs", "loss", "difference from nag", "verdict")
@@ -690,14 +690,16 @@ def lead_in_words(mode, points):
 
 def mixture_values():
     """What skipping 40% of the sublayers costs NAG, with its router and with a learned one."""
-    names = {"dense": "nag", "own": "NAG's router 0.4", "learned": "learned router 0.4"}
-    lines = {key: mixture_lines().get(name) for key, name in names.items()}
-    if None in lines.values() or math.inf in sum(map(judge.losses, lines.values()), []):
+    names = ("nag", "NAG's router 0.4", "learned router 0.4")
+    dense, own, learned = (mixture_lines().get(name) for name in names)
+    if not (dense and own and learned):
         return None
-    losses = {key: judge.losses(of) for key, of in lines.items()}
-    gaps = {key: plus_minus(paired(losses[key], losses["dense"])) for key in ("own", "learned")}
-    flops = mean_of(lines["own"], "flops") / mean_of(lines["dense"], "flops")
-    return gaps | {"flops": flops, "seeds": len(lead.SEEDS)}
+    gaps = {"own": gap_of(own, dense), "learned": gap_of(learned, dense)}
+    if None in gaps.values():
+        return None
+    flops = mean_of(own, "flops") / mean_of(dense, "flops")
+    found = {key: plus_minus(gap) for key, gap in gaps.items()}
+    return found | {"flops": flops, "seeds": len(lead.SEEDS)}
 
 
 def by_word(pairs):

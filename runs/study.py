@@ -403,6 +403,12 @@ def paired(a, b):
     return statistics.mean(differences), half
 
 
+def gap_of(ours, theirs):
+    """paired, of the losses of lines. None if a run diverged."""
+    losses = [[line["loss"] for line in lines] for lines in (ours, theirs)]
+    return None if None in sum(losses, []) else paired(*losses)
+
+
 def median_interval(values):
     """The median of independent values between the ends of its 95% interval.
 
