@@ -12,7 +12,6 @@ import math
 from statistics import mean
 
 import classroom
-import study
 from study import ROOT, gap_of, paired, plus_minus
 
 HEAD = ("claim", "published", "ours", "verdict")
@@ -227,37 +226,30 @@ def bhyt(judged, earlier):
 
 def classrooms():
     """Claims about small networks, from runs/classroom.py. Their sources are not papers."""
-    usual = {"seed": classroom.seed}
-    of = {"transformer": usual | {"steps": classroom.steps}}
-    of["stack"] = usual | {"steps": classroom.stack_steps}
-    lines = [(x["settings"], x) for x in study.read("classroom")]
-    kind = lambda what: [
-        (known, x) for known, x in lines
-        if known["what"] == what and of[what].items() <= known.items()
-    ]  # fmt: skip
+    found = classroom.finished()
     last = {}
-    for known, line in kind("transformer"):
-        last[known["skip"]] = min(line["last"], last.get(known["skip"], math.inf))
+    for (skip, _), line in found["transformer"].items():
+        last[skip] = min(line["last"], last.get(skip, math.inf))
     words = "Without the line x = x + output, a one-layer transformer cannot use its attention"
     published = "loss 1.70 with the line, 2.47 without"
     missing = "not measured yet: runs/classroom.py"
     if len(last) == len(classroom.SKIPS):
-        found = ", ".join(f"{skip}: {loss:.2f}" for skip, loss in last.items())
-        yield words, published, found, held(last["x + output"] + 0.3 < last["deleted"])
+        ours = ", ".join(f"{skip}: {loss:.2f}" for skip, loss in last.items())
+        yield words, published, ours, held(last["x + output"] + 0.3 < last["deleted"])
     else:
         yield words, published, "", missing
-    stacks = {known["case"]: line for known, line in kind("stack")}
+    stacks = {case: line for (case,), line in found["stack"].items()}
     for case, words in STACKS.items():
         if case in stacks:
             line = stacks[case]
-            found = f"{line['verdict']}: {line['first']:.3g} to {line['last']:.3g}"
-            found += f" in {line['steps']} steps"
+            ours = f"{line['verdict']}: {line['first']:.3g} to {line['last']:.3g}"
+            ours += f" in {line['steps']} steps"
             right = line["verdict"] == classroom.STACKS[case][-1]
             if case == "C" and "2 layers" in stacks:
                 other = stacks["2 layers"]["last"]
-                found += f"; 2 layers: {other:.3g}"
+                ours += f"; 2 layers: {other:.3g}"
                 right = line["verdict"] in ("smooth", "plateau") and line["last"] < other + 0.1
-            yield words, "yes", found, held(right)
+            yield words, "yes", ours, held(right)
         else:
             yield words, "yes", "", missing
 

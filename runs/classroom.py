@@ -78,6 +78,20 @@ def keep(settings, run):
     return line
 
 
+def finished():
+    """{kind of run: {its own settings as a tuple: line}}, of this seed and these steps."""
+    own = {"transformer": ("skip", "rate"), "stack": ("case",), "walk": ("start",)}
+    shared = {kind: {"seed": seed} for kind in own}
+    shared["transformer"]["steps"] = steps
+    shared["stack"]["steps"] = stack_steps
+    found = {kind: {} for kind in own}
+    for line in read(name):
+        known, kind = line["settings"], line["settings"]["what"]
+        if shared[kind].items() <= known.items():
+            found[kind][tuple(known[key] for key in own[kind])] = line
+    return found
+
+
 def curve(losses):
     points = thinned([(i, loss) for i, loss in enumerate(losses, 1) if math.isfinite(loss)])
     last = losses[-100:]

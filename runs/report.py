@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import cache, partial
 
 import claims
+import classroom
 import convert
 import judge
 import lead
@@ -277,37 +278,20 @@ def variance():
 # Classrooms and claims
 
 
-SETTINGS_OF = {  # which settings tell the lines of runs/classroom.py apart
-    "transformer": ("skip", "rate"),
-    "stack": ("case",),
-    "walk": ("start",),
-}
-
-
-def classroom_lines():
-    """{what: {its settings as a tuple: line}} of runs/classroom.py."""
-    found = defaultdict(dict)
-    for line in read("classroom"):
-        known = line["settings"]
-        names = SETTINGS_OF[known["what"]]
-        found[known["what"]][tuple(known[name] for name in names)] = line
-    return found
-
-
 def classrooms():
-    return {} if classroom_lines() else None
+    return {} if any(classroom.finished().values()) else None
 
 
 def stacks():
     rows = [(case, f"{line['first']:.4g}", f"{line['last']:.4g}", line["steps"], line["verdict"])
-            for (case,), line in classroom_lines()["stack"].items()]  # fmt: skip
+            for (case,), line in classroom.finished()["stack"].items()]  # fmt: skip
     head = ("stack", "first loss", "last loss", "steps", "verdict")
     return {"table": table(head, rows)} if rows else None
 
 
 def walks():
     rows = []
-    for (start,), line in classroom_lines()["walk"].items():
+    for (start,), line in classroom.finished()["walk"].items():
         both = (line[key] for key in ("variance", "of the gradient"))
         rows.append((start, *(f"{each[0]:.3g} to {each[-1]:.3g}" for each in both)))
     head = ("initialisation", "variance of activations", "variance of their gradients")
@@ -316,7 +300,7 @@ def walks():
 
 def transformers():
     rows = []
-    for (skip, rate), line in classroom_lines()["transformer"].items():
+    for (skip, rate), line in classroom.finished()["transformer"].items():
         norms = line["gradients"]
         of = [norms[f"{name}.weight"] for name in ("value", "up")]
         without = dict.fromkeys(n.partition(".")[0] for n, norm in norms.items() if norm is None)
@@ -598,7 +582,7 @@ def by_tokens(axes, points):
 
 
 def classroom_figure(path):
-    found = classroom_lines()
+    found = classroom.finished()
     whats = [what for what in ("stack", "transformer") if found[what]]
     size = dict(figsize=(4.5 * len(whats), 3.2), layout="constrained", squeeze=False)
     figure, axes = pyplot().subplots(1, len(whats), **size)
@@ -803,5 +787,5 @@ if __name__ == "__main__":
     stability_figure(RESULTS / "stability.png")
     if compared():
         modes_figure(RESULTS / "modes.png")
-    if classroom_lines():
+    if classrooms() is not None:
         classroom_figure(RESULTS / "classroom.png")
