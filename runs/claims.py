@@ -12,6 +12,9 @@ import math
 from statistics import mean
 
 import classroom
+import judge
+import lead
+import study
 from study import ROOT, gap_of, paired, plus_minus
 
 HEAD = ("claim", "published", "ours", "verdict")
@@ -44,6 +47,15 @@ def held(right):
     return f"{'holds' if right else 'does not hold'} (one seed)"
 
 
+def below(ours, theirs):
+    """The verdict if all of our values should be below all of theirs."""
+    if max(ours) < min(theirs):
+        return "holds (one seed)"
+    if min(ours) > max(theirs):
+        return "does not hold (one seed)"
+    return "undecided: depends on the learning rate"
+
+
 def speed(name, part, mode):
     """The quartiles of the time of a mode over pre-norm's, from a file of bench.py."""
     report = json.loads((ROOT / "results" / "speed" / f"{name}.json").read_text())
@@ -73,14 +85,29 @@ def complete(judged):
     return {mode: judged[mode] for mode in judged if whole(runs_of(judged, mode))}
 
 
-def inside(judged, mode):
-    """What eval.py measured by depth on the first seed."""
-    return runs_of(judged, mode)[0]["depth"]
+def insides(mode):
+    """What eval.py measured by depth on the first seed, for each learning rate that was tried."""
+    scale = lead.scale_of_judge()
+    lines = [line for line in study.finished("judge").values() if "depth" in line]
+    settings = [study.DEFAULTS | line["settings"] for line in lines]
+    return [line["depth"] for full, line in zip(settings, lines) if judge.is_of(full, scale, mode)]
+
+
+def spread(values, form=".3g"):
+    """From the smallest to the largest value, as text."""
+    ends = dict.fromkeys(f"{value:{form}}" for value in (min(values), max(values)))
+    return " to ".join(ends)
 
 
 def growth(depth):
     """The norm of the stream after the last block, over that of the embedding."""
     return depth["norm"][-1] / depth["norm"][0]
+
+
+def late_turn(depth):
+    """How much the angle to the embedding grows in the second half of the sublayers, in degrees."""
+    angles = depth["from embedding"]
+    return angles[-1] - angles[len(angles) // 2 - 1]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -92,6 +119,13 @@ def gain_by_shape(earlier):
     for ratio in (80, 20):
         theirs, ours = (earlier.losses("moe_ratio", f"{m}_{ratio}") for m in ("prenorm", "nag"))
         gains.append([a - b for a, b in zip(theirs, ours)])
+    gaps = [paired([-gain for gain in of_seeds], [0.0] * len(of_seeds)) for of_seeds in gains]
+    yield (
+        "With experts, NAG's loss is lower than pre-norm's",
+        "yes",
+        "width / depth of 80: {}; of 20: {} (short runs)".format(*map(plus_minus, gaps)),
+        all_of([sign(gap) for gap in gaps]),
+    )
     more = paired(gains[1], gains[0])
     yield (
         "With experts, NAG's gain over pre-norm grows as width / depth falls from 80 to 20",
@@ -107,38 +141,47 @@ def nag(judged):
         return
     gap = gap_of(runs_of(judged, "nag"), runs_of(judged, "prenorm"))
     yield (
-        "NAG's loss is lower than pre-norm's",
-        "yes (with experts: row above)",
+        "NAG's loss is lower than pre-norm's without experts",
+        "yes",
         plus_minus(gap),
         sign(gap),
     )
 
-    theirs, ours = (inside(judged, mode) for mode in ("prenorm", "nag"))
+    theirs, ours = insides("prenorm"), insides("nag")
+    a, b = ([growth(depth) for depth in of] for of in (theirs, ours))
     yield (
         "Through depth, the norm of the stream grows far more with pre-norm than with NAG",
         "about 120 times, at ratio 80",
-        f"pre-norm {growth(theirs):.1f} times, NAG {growth(ours):.1f} times, in 8 blocks",
-        held(growth(ours) < growth(theirs)),
+        f"pre-norm {spread(a)} times, NAG {spread(b)} times, in 8 blocks",
+        below(b, a),
     )
-    for words, published, key, statistic in (
-        ("NAG turns the stream further from the embedding", "without NAG, the angle stops growing",
-         "from embedding", lambda x: -x[-1]),
-        ("Attention to the first token is smaller with NAG", "yes", "sink", max),
-        ("The largest feature / rms is smaller with NAG", "yes", "max/rms", max),
-        ("The kurtosis of the stream is smaller with NAG", "yes", "kurtosis", max),
-    ):  # fmt: skip
-        a, b = statistic(theirs[key]), statistic(ours[key])
-        unit = " degrees" if key == "from embedding" else ""
-        found = f"pre-norm {abs(a):.3g}{unit}, NAG {abs(b):.3g}{unit}"
-        yield words, published, found, held(b < a)
-    correlations = ours["norm and entropy"], ours["norm and loss"]
+    a, b = ([late_turn(depth) for depth in of] for of in (theirs, ours))
     yield (
-        "A large final norm means a confident prediction",
+        "The angle between the stream and the embedding keeps growing with NAG, and stops without",
+        "yes",
+        f"in the second half of the depth: pre-norm {spread(a)} degrees, NAG {spread(b)}",
+        below(a, b),
+    )
+    a, b = ([max(depth["sink"]) for depth in of] for of in (theirs, ours))
+    length = lead.scale_of_judge()["block_size"]
+    uniform = mean(1 / n for n in range(2, length + 1))  # as depth.sink averages
+    found = f"pre-norm {spread(a)}, NAG {spread(b)}; uniform attention: {uniform:.3g}"
+    without = max(a) < 2 * uniform
+    verdict = "not decidable here: pre-norm has no sink" if without else below(b, a)
+    yield "Attention to the first token is smaller with NAG", "yes", found, verdict
+    for words, key in (
+        ("The largest feature / rms is smaller with NAG", "max/rms"),
+        ("The kurtosis of the stream is smaller with NAG", "kurtosis"),
+    ):
+        a, b = ([max(depth[key]) for depth in of] for of in (theirs, ours))
+        yield words, "yes", f"pre-norm {spread(a)}, NAG {spread(b)}", below(b, a)
+    entropy, loss = ([depth[f"norm and {key}"] for depth in ours] for key in ("entropy", "loss"))
+    found = f"correlation with entropy {spread(entropy, '+.2f')}, with loss {spread(loss, '+.2f')}"
+    yield (
+        "With NAG, a large final norm means a confident prediction",
         "low entropy and loss",
-        "NAG: correlation of log norm with entropy {:+.2f}, with loss {:+.2f}".format(
-            *correlations
-        ),
-        held(max(correlations) < -0.1),
+        f"log norm: {found}",
+        held(max(entropy + loss) < -0.1),
     )
 
 
@@ -148,7 +191,8 @@ def depths(mixtures, earlier):
         ours, theirs = (mixtures.get(f"{who} router {rate}", ()) for who in ("NAG's", "learned"))
         gap, length = ours and theirs and gap_of(ours, theirs), ""
         if not gap:
-            short = (earlier.losses("mod_table", f"{who}_{rate}") for who in ("nag", "learned"))
+            names = f"no_fallback_{rate}", f"learned_{rate}"
+            short = (earlier.losses("mod_table", name) for name in names)
             gap, length = paired(*short), " (short runs)"
         yield (
             f"NAG's router is better than a learned one if {rate:.0%} of tokens skip",
@@ -178,12 +222,12 @@ def bhyt(judged, earlier):
         found = ", ".join(f"against {m} {plus_minus(gap)}" for m, gap in zip(others, gaps))
         word = f"{all_of([sign(gap) for gap in gaps])} at 0.5M parameters"
         yield "At 1B, BHyT has the lowest loss", order, f"bhyt {found}", word
-        sizes = {mode: growth(inside(judged, mode)) for mode in have}
+        sizes = {mode: [growth(depth) for depth in insides(mode)] for mode in have}
         yield (
             "BHyT's activations grow least with depth",
             "bhyt least, dyt and prenorm most",
-            "the norm grows " + ", ".join(f"{m} {x:.1f} times" for m, x in sizes.items()),
-            held(min(sizes, key=sizes.get) == "bhyt"),
+            "the norm grows " + ", ".join(f"{m} {spread(x)} times" for m, x in sizes.items()),
+            below(sizes["bhyt"], sum((sizes[mode] for mode in others), [])),
         )
     yield (
         "At 3B, BHyT has the lowest loss",
@@ -191,7 +235,7 @@ def bhyt(judged, earlier):
         "",
         "not decidable here: needs GPUs",
     )
-    words = "BHyT's variance before the MLP can be predicted from the weights"
+    words = "BHyT's variance before the MLP can be predicted from the weights (R² above 0.5)"
     path = ROOT / "results" / "variance.json"
     if path.exists():
         found = json.loads(path.read_text())
@@ -245,10 +289,14 @@ def classrooms():
             ours = f"{line['verdict']}: {line['first']:.3g} to {line['last']:.3g}"
             ours += f" in {line['steps']} steps"
             right = line["verdict"] == classroom.STACKS[case][-1]
+            if case == "A" and "C" in stacks:
+                ours += f"; C: {stacks['C']['last']:.3g}"
+                right = right and line["last"] > stacks["C"]["last"] + 0.1
             if case == "C" and "2 layers" in stacks:
                 other = stacks["2 layers"]["last"]
                 ours += f"; 2 layers: {other:.3g}"
-                right = line["verdict"] in ("smooth", "plateau") and line["last"] < other + 0.1
+                calm = line["verdict"] in ("smooth", "plateau")
+                right = calm and line["last"] < other + 0.1
             yield words, "yes", ours, held(right)
         else:
             yield words, "yes", "", missing

@@ -213,17 +213,17 @@ class Stack(nn.Module):
 
 def verdict(losses):
     """explosion: a loss is not finite, or none of the first 50 is better than chance.
-    plateau:   the last tenth is less than 0.1 better than the sixth tenth.
     spiky:     some tenth is at least 0.1 worse than the one before it.
+    plateau:   the last tenth is less than 0.1 better than the sixth tenth.
     smooth:    none of these.
     """
     if len(losses) < stack_steps or not min(losses[:50]) < math.log(257):
         return "explosion"
     tenths = [np.mean(part) for part in np.array_split(losses, 10)]
-    if tenths[5] - tenths[9] < 0.1:
-        return "plateau"
     worst = max(after - before for before, after in zip(tenths, tenths[1:]))
-    return "smooth" if worst < 0.1 else "spiky"
+    if worst >= 0.1:
+        return "spiky"
+    return "plateau" if tenths[5] - tenths[9] < 0.1 else "smooth"
 
 
 def stacks():

@@ -23,7 +23,7 @@ import judge
 import lead
 import recipe
 import study
-from study import ROOT, find, gap_of, paired, plus_minus, read, table
+from study import ROOT, find, gap_at, gap_of, paired, plus_minus, read, table
 
 from model import RESIDUALS
 
@@ -95,11 +95,20 @@ def modes():
     return {
         "seeds": judge.seeds,
         "tune_tokens": judge.TUNE_TOKENS,
-        "hours": core_hours("judge", "lead"),
+        "hours": math.floor(core_hours("judge", "lead")),
+        "half_rate": plus_minus(at_half_the_rate()),
         "verdicts": table(judge.HEAD, rows),
         "tuning": tuning(trained),
         "inside": table(head, inside),
     }
+
+
+def at_half_the_rate():
+    """What half its tuned learning rate costs pre-norm, on the seeds that are reported."""
+    choice, lines = judged()[0][judge.baseline]
+    slower = judge.with_rate(choice, choice["learning_rate"] / 2)
+    runs = [judge.settings(scale_of("muon"), judge.baseline, slower, s) for s in SEEDS]
+    return gap_of(must_find("judge", runs), lines[1.0])
 
 
 def with_adamw():
@@ -154,16 +163,26 @@ def leads(what):
 
 @cache
 def lead_points():
-    """{mode: [(steps, difference, half of its interval)]}: from lead.py, and at 4 MB the judge."""
-    points, trained = defaultdict(list), claims.complete(judged()[0])
-    if judge.baseline not in trained:
-        return {}
-    for mode, steps, _, gap in leads("tokens"):
-        if gap:
-            points[mode].append((steps, *gap))
-    for mode in points.keys() & trained.keys():
-        ours, theirs = (claims.runs_of(trained, each) for each in (mode, judge.baseline))
-        points[mode].append((ours[0]["steps"], *gap_of(ours, theirs)))
+    """{mode: [(steps, difference at equal steps, differences at equal time)]}: from runs/lead.py,
+    and at 4 MB from the judge. The last has one difference for each end of the time ratio and its
+    median, or is empty.
+    """
+    points, found = defaultdict(list), {}
+    for at, runs in lead_runs("tokens").items():
+        with suppress(NotFinished):
+            found[at] = judge.losses(must_find("lead", runs))
+    found = {at: losses for at, losses in found.items() if math.inf not in losses}
+    theirs = {steps: losses for (mode, steps), losses in found.items() if mode == judge.baseline}
+    for (mode, steps), ours in found.items():
+        if mode != judge.baseline and steps in theirs:
+            lengths = [steps * ratio for ratio in judged()[1][mode]]
+            known = min(theirs) <= min(lengths) and max(lengths) <= max(theirs)
+            at_time = [gap_at(length, ours, theirs) for length in lengths] if known else []
+            points[mode].append((steps, paired(ours, theirs[steps]), at_time))
+    for each in compared():
+        if each["mode"] in points and each["steps"]:
+            steps = lead.scale_of_judge()["max_iters"]
+            points[each["mode"]].append((steps, each["steps"], each["times"]))
     return {mode: sorted(of) for mode, of in points.items()}
 
 
@@ -177,11 +196,12 @@ def lead_by_tokens():
     """How the lead of each mode changes with tokens."""
     rows = []
     for mode, of in lead_points().items():
-        for steps, *interval in of:
+        for steps, gap, at_time in of:
             size = f"{steps * per_parameter():.1f}"
-            word = judge.verdict([interval])
-            rows.append((mode, f"{steps:,}", size, plus_minus(interval), word))
-    head = ("mode", "steps", "bytes per parameter", "difference", "verdict")
+            timed = (plus_minus(at_time[1]), judge.verdict(at_time)) if at_time else ("", "")
+            rows.append((mode, f"{steps:,}", size, plus_minus(gap), judge.verdict([gap]), *timed))
+    head = ("mode", "steps", "bytes per parameter", "difference at equal steps", "verdict")
+    head += ("difference at equal time", "verdict at equal time")
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
 
 
@@ -250,13 +270,15 @@ def oracle():
         where = f"--out_dir=out/{mode} --oracle_tokens={found['tokens']} --rate={rate}"
         commands += [first_seed(mode), f"python runs/oracle.py {where}"]
         commands += [f"cp out/{mode}/oracle.json {path.relative_to(ROOT)}"]
-        rise = f"{statistics.mean(found['rise']):.4f}"
+        *others, _ = sorted(found["rise"])
+        rises = f"{statistics.mean(found['rise']):.4f}", f"{statistics.mean(others):.4f}"
         for score, fits in found["scores"].items():
             means = [statistics.mean(fits[key]) for key in ("rank correlation", "regret")]
-            rows.append((mode, score, *(f"{x:+.4f}" for x in means), rise))
+            rows.append((mode, score, *(f"{x:+.4f}" for x in means), *rises))
     if not rows:
         return None
     head = ("mode", "score", "rank correlation", "regret", "mean rise of all tokens")
+    head += ("without the sublayer of the largest rise",)
     return {"rate": rate, "commands": "\n".join(commands), "table": table(head, rows)}
 
 
@@ -569,15 +591,17 @@ def by_tokens(axes, points):
     lengths = sorted({steps for of in points.values() for steps, *_ in of})
     ticks = [steps * per_parameter() for steps in lengths]
     for i, (mode, of) in enumerate(points.items()):
-        steps, differences, halves = zip(*of)
+        steps = [point[0] for point in of]
+        differences, halves = zip(*(point[1] for point in of))
         x = [each * per_parameter() * 1.03**i for each in steps]
         axes.errorbar(x, differences, yerr=halves, fmt="o-", capsize=2, label=mode)
     axes.axhline(0, color="0.7", lw=1)
     axes.set(xscale="log", xlabel="training bytes per parameter")
     axes.set_xticks(ticks, [f"{tick:.1f}" for tick in ticks])
     axes.set_xticks([], minor=True)
-    largest = max(abs(difference) for of in points.values() for _, difference, _ in of)
-    axes.set(ylabel="loss minus pre-norm's", ylim=(-2 * largest, 2 * largest))  # may cut intervals
+    largest = max(abs(difference) for of in points.values() for _, (difference, _), _ in of)
+    axes.set(ylabel="loss minus pre-norm's, at equal steps")
+    axes.set(ylim=(-2 * largest, 2 * largest))  # may cut intervals
     axes.legend(fontsize=8)
 
 
@@ -667,9 +691,10 @@ def lead_in_words(mode, points):
     """The verdict on a mode at each length, if there are several."""
     if len(points) < 2:
         return ""
-    at = [f"{judge.verdict([rest])} at {steps * per_parameter():.0f}" for steps, *rest in points]
+    size = lambda steps: f"{steps * per_parameter():.0f}"
+    at = [f"{judge.verdict([gap])} after {size(steps)}" for steps, gap, _ in points]
     seeds = f"{len(lead.SEEDS)} or {judge.seeds} seeds"
-    return f" By length of training ({seeds}), `{mode}` is {', '.join(at)} bytes per parameter."
+    return f" At equal steps ({seeds}), `{mode}` is {', '.join(at)} bytes per parameter."
 
 
 def mixture_values():
