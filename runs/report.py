@@ -457,7 +457,9 @@ def conversion():
     rows = [*convert.rows(*convert.the_base(), find)]
     if not rows:
         return None
-    return {"steps": convert.steps, "seeds": convert.seeds, "table": table(convert.HEAD, rows)}
+    *some, last = (f"{factor:g}" for factor in convert.FACTORS)
+    found = {"steps": convert.steps, "seeds": convert.seeds, "table": table(convert.HEAD, rows)}
+    return found | {"factors": f"{', '.join(some)} and {last}"}
 
 
 def imported():
