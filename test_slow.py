@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread, Timer
@@ -392,12 +393,16 @@ def test_the_classroom_comes_out_as_expected(data, tmp_path, monkeypatch, capsys
     ]
     assert printed.count(f"| {', '.join(lost)} |") == 2 * 2  # two rates
     lines = study.read("classroom")
-    assert len(lines) == 2 + 3 + 6
+    assert len(lines) == 2 + 3 + 1 + 6
     assert lines[1]["steps"] == 60 and lines[1]["last"] < lines[1]["first"]
     kaiming = next(line["variance"] for line in lines if line["settings"].get("start") == "kaiming")
     assert max(kaiming) / min(kaiming) < 4  # the aim of kaiming
     import report
 
+    ids = classroom.characters().numpy()[classroom.Windows(str(data), "train", 1).shards[0]]
+    pairs, firsts = Counter(zip(ids[:-1], ids[1:])), Counter(ids[:-1])
+    nats = -sum(n * math.log(n / firsts[a]) for (a, _), n in pairs.items()) / pairs.total()
+    assert report.transformers()["entropy"] == pytest.approx(nats, abs=1e-4)
     rows = report.transformers()["table"]
     assert rows.count("| - | 0.") == 2  # W_V has no gradient, W_up has one
     assert rows.count("| query, key, value, out_proj |") == 2

@@ -80,10 +80,9 @@ def keep(settings, run):
 
 def finished():
     """{kind of run: {its own settings as a tuple: line}}, of this seed and these steps."""
-    own = {"transformer": ("skip", "rate"), "stack": ("case",), "walk": ("start",)}
-    shared = {kind: {"seed": seed} for kind in own}
-    shared["transformer"]["steps"] = steps
-    shared["stack"]["steps"] = stack_steps
+    own = {"transformer": ("skip", "rate"), "bigram": (), "stack": ("case",), "walk": ("start",)}
+    shared = {"transformer": {"seed": seed, "steps": steps}, "bigram": {}}
+    shared |= {"stack": {"seed": seed, "steps": stack_steps}, "walk": {"seed": seed}}
     found = {kind: {} for kind in own}
     for line in read(name):
         known, kind = line["settings"], line["settings"]["what"]
@@ -145,6 +144,17 @@ def characters():
     return table
 
 
+def bigram(table):
+    """The entropy of a character given the one before it, in nats."""
+    ids = table.numpy()[Windows(data_dir, "train", 1).shards[0]]
+    pairs = np.bincount(CHARACTERS * ids[:-1] + ids[1:], minlength=CHARACTERS**2)
+    pairs = pairs.reshape(CHARACTERS, CHARACTERS)
+    p = pairs / pairs.sum(1, keepdims=True).clip(1)
+    seen = pairs > 0
+    nats = -(pairs[seen] * np.log(p[seen])).sum() / pairs.sum()
+    return {"entropy": round(float(nats), 4)}
+
+
 def transformer():
     table = characters()
 
@@ -157,6 +167,8 @@ def transformer():
         norms = {n: None if p.grad is None else round(p.grad.norm().item(), 4) for n, p in named}
         return curve(losses) | {"gradients": norms}
 
+    entropy = keep({"what": "bigram"}, lambda: bigram(table))["entropy"]
+    print(f"entropy of a character given the one before: {entropy} nats")
     print(
         "| after attention | rate | last loss | parameters without a gradient |\n|---|---|---|---|"
     )

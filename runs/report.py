@@ -321,8 +321,10 @@ def walks():
 
 
 def transformers():
-    rows = []
-    for (skip, rate), line in classroom.finished()["transformer"].items():
+    rows, found = [], classroom.finished()
+    if not found["bigram"]:
+        return None
+    for (skip, rate), line in found["transformer"].items():
         norms = line["gradients"]
         of = [norms[f"{name}.weight"] for name in ("value", "up")]
         without = dict.fromkeys(n.partition(".")[0] for n, norm in norms.items() if norm is None)
@@ -330,7 +332,7 @@ def transformers():
         rows.append((skip, rate, line["last"], *shown, ", ".join(without)))
     head = ("after attention: x =", "rate", "last loss", "gradient norm of W_V", "of W_up")
     head += ("layers without a gradient",)
-    return {"table": table(head, rows)} if rows else None
+    return {"table": table(head, rows), "entropy": found["bigram"][()]["entropy"]} if rows else None
 
 
 def published():
