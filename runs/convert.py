@@ -31,7 +31,7 @@ BASE = {"n_embd": 64, "max_iters": 2000, "eval_interval": 2000}
 COMMON = {"log_interval": 10, "compile": False}  # compiling takes longer than a run
 TOY = {"n_layer": 2, "n_embd": 32, "block_size": 64, "max_iters": 60, "eval_interval": 60}
 TOY |= {"eval_tokens": 1024}
-FACTORS = (0.03, 0.1, 0.3, 1.0, 3.0)  # of the learning rates that trained the base
+FACTORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # of the learning rates that trained the base
 RATES = ("learning_rate", "embed_lr", "head_lr", "gate_lr", "min_lr")
 STARTS = {  # name: (settings, whether it starts from the base)
     "pre-norm, continued": ({}, True),
