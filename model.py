@@ -92,7 +92,7 @@ class GPTConfig:
     moe_balance: str = "bias"  # moe: how the load is balanced: bias or loss
     moe_rate: float = 1e-3  # moe: step of the bias, or weight of the loss
     mod_on: str = "none"  # which sublayers tokens may skip: none, attention, mlp or both
-    mod_rate: float = 0.0  # mod: share of tokens that skip; 0: none, and no router
+    mod_rate: float = 0.0  # mod: share of tokens that skip
     mod_router: str = "nag"  # mod: the router: nag, learned or random
     mod_budget: str = "global"  # mod: mod_rate is over all sublayers (global) or in each (layer)
     mod_fallback: bool = False  # mod, nag router: skipped tokens rotate towards a learned direction
@@ -157,7 +157,7 @@ def make_mlp(config):
 def routed(config, b):
     """Whether tokens may skip the attention and the MLP of block b."""
     blocks = {"all": True, "alternate": b % 2 == 1, "inner": 0 < b < config.n_layer - 1}
-    takes_part = pick(blocks, config.mod_blocks, "mod_blocks") and config.mod_rate > 0
+    takes_part = pick(blocks, config.mod_blocks, "mod_blocks")
     kinds = {"none": "", "attention": "a", "mlp": "m", "both": "am"}
     on = pick(kinds, config.mod_on, "mod_on")
     return takes_part and "a" in on, takes_part and "m" in on
@@ -564,6 +564,7 @@ def check(config):
         (0 <= c.mixln_share <= 1, f"mixln_share={c.mixln_share}: give a share, 0 to 1"),
         (0 <= c.bhyt_p < 1, f"bhyt_p={c.bhyt_p}: give 0 <= p < 1"),
         (0 <= c.mod_rate < 1, f"mod_rate={c.mod_rate}: give 0 <= rate < 1"),
+        (c.mod_on == "none" or c.mod_rate > 0, f"mod_on={c.mod_on!r} needs mod_rate above 0"),
         (
             not c.mod_rate or c.n_layer >= least_blocks,
             f"mod_blocks={c.mod_blocks!r}: none of the n_layer={c.n_layer} blocks takes part",

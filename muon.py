@@ -14,8 +14,9 @@ al. 2025, arXiv 2502.16982). Odd polynomials of X approximate (2), as in Polar E
     X starts as U / |(U U^T)^2|^(1/4), so that its singular values are at most 1                 (5)
     Q <- P Q,  A <- P A P,  and O = Q X at the end: cheaper for wide matrices, where A is small  (6)
 
-Three iterations map the singular values from 0.01 to 1 into the interval from 0.73 to 1.27. Five
-iterations of the original Muon map them to between 0.68 and 1.13.
+The code divides by another 1.01, because of rounding. Three iterations map the singular values from
+0.01 to 1 into the interval from 0.73 to 1.27. Five iterations of the original Muon map them to
+between 0.68 and 1.13.
 
 Matrices of one shape are stacked and updated together.
 """

@@ -21,6 +21,9 @@ the last stream into the hidden states that the head multiplies.
 
 Differs from the papers:
 - Norms compute their statistics in float32, whatever the dtype of the stream.
+- perinorm also normalises the embedding, as its paper does. DyT multiplies the embedding by a
+  learned scalar that starts at sqrt(C), as its release does.
+- deepnorm scales the start of v, o, up, down and gate; q and k start as in the other modes.
 - DyT always has its beta, as in its release. The setting `bias` does not remove it.
 - ReZero has one a for each sublayer and a norm; the paper has one for each block and no norm.
 - x0mix comes from modded-nanogpt and nanochat (2024 to 2026), not from a paper. It starts as in

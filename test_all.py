@@ -749,7 +749,7 @@ ANY_NAME = dict(MOD, residual="prenorm", mod_router="learned", moe_experts=2)
     (dict(moe_experts=2, moe_top_k=3), "moe_experts=2, moe_top_k=3"),
     (dict(moe_experts=2, moe_rate=-1.0), "moe_rate at least 0"),
     (dict(mod_rate=0.5), "mod_rate needs mod_on"), (dict(mod_fallback=True), "needs mod_on"),
-    (dict(mod_on="both", mod_rate=1.0), "0 <= rate < 1"),
+    (dict(mod_on="both", mod_rate=1.0), "0 <= rate < 1"), (dict(mod_on="mlp"), "mod_rate above 0"),
     (dict(MOD, nag_directions=0), "needs nag_directions above 0"),
     (dict(MOD, residual="lns"), "mod_router='nag' needs residual='nag'"),
     (dict(MOD, mod_router="learned", mod_fallback=True), "does not use mod_fallback"),
@@ -1121,7 +1121,6 @@ def test_routers_are_where_the_settings_say(where, blocks):
         model = tiny(n_layer=4, mod_on=kind, mod_rate=0.5, mod_blocks=where)
         routers = [getattr(model.blocks[b], name) for b in blocks]
         assert mod.routers(model) == routers and None not in routers
-    assert not mod.routers(tiny(mod_on="both", mod_rate=0.0))
 
 
 @cases("shared", [True, False])

@@ -88,6 +88,8 @@ def finished():
         known, kind = line["settings"], line["settings"]["what"]
         if shared[kind].items() <= known.items():
             found[kind][tuple(known[key] for key in own[kind])] = line
+    if len({line["settings"]["data"] for lines in found.values() for line in lines.values()}) > 1:
+        raise SystemExit(f"{name}: its runs have different data")
     return found
 
 

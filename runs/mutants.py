@@ -184,7 +184,8 @@ def main(names):
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         records = list(pool.map(try_break, chosen))
     out = ROOT / "results" / "mutants.json"
-    old = {record["break"]: record for record in json.loads(out.read_text())} if names else {}
+    known = json.loads(out.read_text()) if names and out.exists() else []
+    old = {record["break"]: record for record in known}
     records = [*(old | {record["break"]: record for record in records}).values()]
     print(f"{sum(r['caught by'] is not None for r in records)} of {len(records)} caught")
     out.write_text(json.dumps(records, indent=1) + "\n")
