@@ -702,25 +702,29 @@ def lead_in_words(mode, points):
 
 
 def mixture_values():
-    """What skipping 40% of the sublayers costs NAG, with its router and with a learned one."""
-    names = ("nag", "NAG's router 0.4", "learned router 0.4")
-    dense, own, learned = (mixture_lines().get(name) for name in names)
-    if not (dense and own and learned):
+    """What skipping 40% of the sublayers costs NAG, with three routers, and having fewer blocks."""
+    names = {"own": "NAG's router 0.4", "learned": "learned router 0.4"}
+    names |= {"random": "random router 0.4", "fewer": "nag with 5 blocks"}
+    found, dense = mixture_lines(), mixture_lines().get("nag")
+    lines = {key: found.get(name) for key, name in names.items()}
+    if not dense or None in lines.values():
         return None
-    gaps = {"own": gap_of(own, dense), "learned": gap_of(learned, dense)}
+    gaps = {key: gap_of(of, dense) for key, of in lines.items()}
     if None in gaps.values():
         return None
-    flops = mean_of(own, "flops") / mean_of(dense, "flops")
-    found = {key: plus_minus(gap) for key, gap in gaps.items()}
-    return found | {"flops": flops, "seeds": len(lead.SEEDS)}
+    part = lambda key: mean_of(lines[key], "flops") / mean_of(dense, "flops")
+    values = {key: plus_minus(gap) for key, gap in gaps.items()}
+    return values | {"flops": part("own"), "few": part("fewer"), "seeds": len(lead.SEEDS)}
 
 
 def by_word(pairs):
-    """Pairs (mode, verdict) as text, in groups of equal verdicts."""
+    """Pairs (mode, verdict) as text, in groups of equal verdicts. Undecided modes are counted."""
     groups = defaultdict(list)
     for mode, word in pairs:
         groups[word or "no verdict"].append(f"`{mode}`")
-    return "; ".join(f"{word}: {', '.join(names)}" for word, names in sorted(groups.items()))
+    some = len(groups.pop("undecided", ()))
+    words = [f"{word}: {', '.join(names)}" for word, names in sorted(groups.items())]
+    return "; ".join(words + [f"undecided: {some} others"] * (some > 0))
 
 
 def readme_verdicts():
