@@ -273,6 +273,15 @@ def test_a_claim_holds_if_its_whole_interval_has_the_right_sign(interval, word):
     assert claims.sign(interval, wanted=1) == opposite
 
 
+@cases("ours, theirs, word", [
+    ([1.0, 2.0], [2.5, 9.0], "holds (one seed)"), ([3.0], [1.0, 2.0], "does not hold (one seed)"),
+    ([1.0, 3.0], [2.5, 9.0], "undecided: depends on the learning rate"),
+])  # fmt: skip
+def test_a_claim_about_one_seed_must_hold_at_all_learning_rates(ours, theirs, word):
+    assert claims.below(ours, theirs) == word
+    assert claims.spread(theirs) == " to ".join(f"{value:g}" for value in theirs)
+
+
 @cases("words, word", [
     (["holds", "holds"], "holds"), (["holds", "undecided"], "undecided"),
     (["undecided", "does not hold"], "does not hold"),

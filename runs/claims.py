@@ -146,8 +146,11 @@ def nag(judged):
         plus_minus(gap),
         sign(gap),
     )
+    yield from inside_nag(insides("prenorm"), insides("nag"))
 
-    theirs, ours = insides("prenorm"), insides("nag")
+
+def inside_nag(theirs, ours):
+    """Claims about the stream of NAG. theirs, ours: what insides returns for pre-norm and NAG."""
     a, b = ([growth(depth) for depth in of] for of in (theirs, ours))
     yield (
         "Through depth, the norm of the stream grows far more with pre-norm than with NAG",
@@ -155,6 +158,7 @@ def nag(judged):
         f"pre-norm {spread(a)} times, NAG {spread(b)} times, in 8 blocks",
         below(b, a),
     )
+
     a, b = ([late_turn(depth) for depth in of] for of in (theirs, ours))
     yield (
         "The angle between the stream and the embedding keeps growing with NAG, and stops without",
@@ -162,6 +166,7 @@ def nag(judged):
         f"in the second half of the depth: pre-norm {spread(a)} degrees, NAG {spread(b)}",
         below(a, b),
     )
+
     a, b = ([max(depth["sink"]) for depth in of] for of in (theirs, ours))
     length = lead.scale_of_judge()["block_size"]
     uniform = mean(1 / n for n in range(2, length + 1))  # as depth.sink averages
@@ -169,12 +174,14 @@ def nag(judged):
     without = max(a) < 2 * uniform
     verdict = "not decidable here: pre-norm has no sink" if without else below(b, a)
     yield "Attention to the first token is smaller with NAG", "yes", found, verdict
+
     for words, key in (
         ("The largest feature / rms is smaller with NAG", "max/rms"),
         ("The kurtosis of the stream is smaller with NAG", "kurtosis"),
     ):
         a, b = ([max(depth[key]) for depth in of] for of in (theirs, ours))
         yield words, "yes", f"pre-norm {spread(a)}, NAG {spread(b)}", below(b, a)
+
     entropy, loss = ([depth[f"norm and {key}"] for depth in ours] for key in ("entropy", "loss"))
     found = f"correlation with entropy {spread(entropy, '+.2f')}, with loss {spread(loss, '+.2f')}"
     yield (
