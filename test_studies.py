@@ -297,7 +297,7 @@ def test_a_mixture_of_depths_has_a_row_as_soon_as_its_seeds_have_finished(monkey
         lines = [{"loss": own["loss"] + gap, "flops": 6.0, "skipped": 0.4} for own in found["nag"]]
         found[f"{router} router 0.4"] = lines
     found["random router 0.4"] = [line | {"loss": None}] * 3
-    found["nag with 5 blocks"] = found["nag"]
+    found |= {f"nag with {n} blocks": found["nag"] for n in (5, 6)}
     monkeypatch.setattr(report, "mixture_lines", lambda: found)
     rows = report.mixtures()["table"].splitlines()[2:]
     assert rows[0] == "| NAG's router 0.4 | 40.0% | 0.60 | 1.1100 | +0.0100 ± 0.0000 | worse |"
@@ -305,9 +305,11 @@ def test_a_mixture_of_depths_has_a_row_as_soon_as_its_seeds_have_finished(monkey
 
     assert report.mixture_values() is None
     found["random router 0.4"] = found["learned router 0.4"]
-    first_page = {"own": "+0.0100 ± 0.0000", "fewer": "+0.0000 ± 0.0000"}
+    first_page = {"own": "+0.0100 ± 0.0000", "seeds": 3, "flops_own": 0.6}
     first_page |= dict.fromkeys(("learned", "random"), "+0.0300 ± 0.0000")
-    assert report.mixture_values() == first_page | {"flops": 0.6, "few": 1.0, "seeds": 3}
+    first_page |= dict.fromkeys(("six", "five"), "+0.0000 ± 0.0000")
+    first_page |= dict.fromkeys(("flops_six", "flops_five"), 1.0)
+    assert report.mixture_values() == first_page
 
     at_20, at_40, _ = claims.depths(found, report.Earlier())
     assert at_20[2].endswith("(short runs)")

@@ -704,7 +704,8 @@ def lead_in_words(mode, points):
 def mixture_values():
     """What skipping 40% of the sublayers costs NAG, with three routers, and having fewer blocks."""
     names = {"own": "NAG's router 0.4", "learned": "learned router 0.4"}
-    names |= {"random": "random router 0.4", "fewer": "nag with 5 blocks"}
+    names |= {"random": "random router 0.4"}
+    names |= {"six": "nag with 6 blocks", "five": "nag with 5 blocks"}
     found, dense = mixture_lines(), mixture_lines().get("nag")
     lines = {key: found.get(name) for key, name in names.items()}
     if not dense or None in lines.values():
@@ -714,7 +715,8 @@ def mixture_values():
         return None
     part = lambda key: mean_of(lines[key], "flops") / mean_of(dense, "flops")
     values = {key: plus_minus(gap) for key, gap in gaps.items()}
-    return values | {"flops": part("own"), "few": part("fewer"), "seeds": len(lead.SEEDS)}
+    values |= {f"flops_{key}": part(key) for key in ("own", "six", "five")}
+    return values | {"seeds": len(lead.SEEDS)}
 
 
 def by_word(pairs):
