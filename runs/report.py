@@ -96,7 +96,7 @@ def modes():
         "seeds": judge.seeds,
         "tune_tokens": judge.TUNE_TOKENS,
         "hours": math.floor(core_hours("judge", "lead")),
-        "half_rate": plus_minus(at_half_the_rate()),
+        "half_rate": at_half_the_rate(),
         "verdicts": table(judge.HEAD, rows),
         "tuning": tuning(trained),
         "inside": table(head, inside),
@@ -104,11 +104,14 @@ def modes():
 
 
 def at_half_the_rate():
-    """What half its tuned learning rate costs pre-norm, on the seeds that are reported."""
+    """What half its tuned learning rate costs pre-norm, in words, if that was trained."""
     choice, lines = judged()[0][judge.baseline]
     slower = judge.with_rate(choice, choice["learning_rate"] / 2)
     runs = [judge.settings(scale_of("muon"), judge.baseline, slower, s) for s in SEEDS]
-    return gap_of(must_find("judge", runs), lines[1.0])
+    lines_at_half = find("judge", runs)
+    if None in lines_at_half or not (gap := gap_of(lines_at_half, lines[1.0])):
+        return ""
+    return f": half its learning rate costs pre-norm {plus_minus(gap)}"
 
 
 def with_adamw():
@@ -726,7 +729,7 @@ def by_word(pairs):
         groups[word or "no verdict"].append(f"`{mode}`")
     some = len(groups.pop("undecided", ()))
     words = [f"{word}: {', '.join(names)}" for word, names in sorted(groups.items())]
-    return "; ".join(words + [f"undecided: {some} others"] * (some > 0))
+    return "; ".join(words + [f"undecided: {some} mode{'s' * (some > 1)}"] * (some > 0))
 
 
 def readme_verdicts():
