@@ -315,6 +315,7 @@ def test_a_mixture_of_depths_has_a_row_as_soon_as_its_seeds_have_finished(monkey
     assert at_20[2].endswith("(short runs)")
     assert at_40[2:] == ("-0.0200 ± 0.0000", "holds, but less than published")
     found["learned router 0.4"] = [line | {"loss": None}] * 3
+    assert report.mixture_values() is None
     assert [*claims.depths(found, report.Earlier())][1][2].endswith("(short runs)")
 
 

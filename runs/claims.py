@@ -115,11 +115,11 @@ def late_turn(depth):
 
 
 def gain_by_shape(earlier):
-    gains = []
+    gains, gaps = [], []
     for ratio in (80, 20):
         theirs, ours = (earlier.losses("moe_ratio", f"{m}_{ratio}") for m in ("prenorm", "nag"))
         gains.append([a - b for a, b in zip(theirs, ours)])
-    gaps = [paired([-gain for gain in of_seeds], [0.0] * len(of_seeds)) for of_seeds in gains]
+        gaps.append(paired(ours, theirs))
     yield (
         "With experts, NAG's loss is lower than pre-norm's",
         "yes",

@@ -178,8 +178,8 @@ def lead_points():
     theirs = {steps: losses for (mode, steps), losses in found.items() if mode == judge.baseline}
     for (mode, steps), ours in found.items():
         if mode != judge.baseline and steps in theirs:
-            lengths = [steps * ratio for ratio in judged()[1][mode]]
-            known = min(theirs) <= min(lengths) and max(lengths) <= max(theirs)
+            lengths = [steps * ratio for ratio in judged()[1].get(mode, ())]
+            known = lengths and min(theirs) <= min(lengths) and max(lengths) <= max(theirs)
             at_time = [gap_at(length, ours, theirs) for length in lengths] if known else []
             points[mode].append((steps, paired(ours, theirs[steps]), at_time))
     for each in compared():
