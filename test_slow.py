@@ -425,6 +425,7 @@ def test_a_study_trains_and_measures_a_real_run(data, tmp_path, monkeypatch):
     assert study.run("toy", [settings], look) == study.find("toy", [settings]) == [line]
     assert not (tmp_path / "out" / "study" / line["key"]).exists()
     assert 0 < study.probe(settings, steps=4) < 60
+    assert not list((tmp_path / "out" / "study").glob("probe-*"))
 
 
 THEORY = os.path.join(HERE, "runs", "bhyt_theory.py")

@@ -312,12 +312,17 @@ def find(study, runs):
 
 
 def probe(settings, steps=30):
-    """Seconds of a step, from a short run that leaves no result."""
+    """Seconds of a step while all devices train, from short runs that leave no result."""
     short = settings | {"max_iters": steps, "eval_interval": 0, "log_interval": 5}
     folder = ROOT / "out" / "study" / f"probe-{os.getpid()}"
-    found = train(short, devices()[0], folder, ())
+
+    def seconds(device, i):
+        return train(short, device, folder / str(i), ())["step_s"]
+
+    with ThreadPoolExecutor(len(devices())) as pool:
+        times = list(pool.map(seconds, devices(), range(len(devices()))))
     shutil.rmtree(folder)
-    return found["step_s"]
+    return statistics.mean(times)
 
 
 def locked(study, name, settings, device, look):
