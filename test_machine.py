@@ -94,6 +94,25 @@ def test_a_gpu_is_found_named_and_prepared(gpu):
     assert machine.backend(device) == "nccl" and machine.backend(torch.device("cpu")) == "gloo"
 
 
+@cases("device, index", [("cuda", 0), ("cuda:1", 1), (torch.device("cuda", 1), 1)])
+def test_prepare_process_accepts_any_name_of_a_gpu(monkeypatch, device, index):
+    chosen, precision = [], torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    machine.prepare_process(device)
+    torch.set_float32_matmul_precision(precision)
+    assert chosen == [index]
+
+
+def test_auto_takes_the_best_device_there_is(monkeypatch):
+    for cuda, mps, best in ((True, False, "cuda:1"), (False, True, "mps"), (False, False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=cuda: there)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=mps: there)
+        assert str(machine.pick_device("auto", local_rank=1)) == best
+    assert machine.pick_dtype("auto", "mps") == "float32" and not machine.can_compile("mps")
+    for name in ("eval.py", "bench.py", "train.py"):
+        assert '\ndevice = "auto"' in open(os.path.join(HERE, name)).read()
+
+
 @cases("name, teraflops", [
     ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835),
     ("NVIDIA H200", 989), ("NVIDIA B200", 2250), ("NVIDIA A100-SXM4-80GB", 312),
