@@ -181,6 +181,11 @@ class Block(nn.Module):
         self.scale = pick(scales, config.branch_scale, "branch_scale")
         self.drop = nn.Dropout(config.dropout)
 
+    def kind(self):
+        """Blocks of equal kinds share their compiled code."""
+        parts = self.attn.value_gate, self.attn_router, self.mlp_router
+        return self.skip_attention, self.skip_mlp, *(part is None for part in parts)
+
     def forward(self, stream, rope, docs=None, cache=None, values=None):
         return self.feed(self.attend(stream, rope, docs, cache, values))
 
@@ -371,12 +376,13 @@ class GPT(nn.Module):
     def compile_blocks(self):
         """Compile block by block. Blocks share one graph, so depth does not slow compilation.
 
-        Blocks that differ, by mode or by what they skip, need one graph each. A mode's `graphs`
-        says how many.
+        Blocks that differ need graphs of their own: by mode (a mode's `graphs` says how many), by
+        what they skip, and by value embeddings. So do routers: for their first k, for any other k,
+        and for k = T.
         """
         torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a router's k changes
         residual, limits = RESIDUALS[self.config.residual], torch._dynamo.config
-        graphs = len({(block.skip_attention, block.skip_mlp) for block in self.blocks})
+        graphs = len({block.kind() for block in self.blocks})
         if hasattr(residual, "graphs"):
             graphs *= residual.graphs(self.config.n_layer)
         most = 8 * graphs  # 8 is the limit for one graph, in training and evaluation
