@@ -261,23 +261,25 @@ def timed(scale, modes):
     return {mode: scale | {"residual": mode} for mode in dict.fromkeys([baseline, *modes])}
 
 
-def plan(scale, modes, extra):
+def plan(scale, modes, extra, ratios):
     """A Progress for the runs that are left. Prints how long they will take.
 
     It counts 10 tuning runs per mode and 3 at full length, and times a short run of the baseline.
-    extra: {mode: its extra lengths}
+    extra: {mode: its extra lengths}. ratios: {mode: interval of its time ratio}.
     """
     usual = {"learning_rate": RATES[1]}
     price = lambda mode, seed, length: study.cost(settings(scale, mode, usual, seed, length))
-    cost = 0
+    cost = weighted = 0
     for mode in modes:
         whole = 10 * price(mode, 0, tune_share) + 3 * price(mode, 0, 1.0)
         whole += sum(seeds * price(mode, 1, length) for length in (1.0, *extra[mode]))
-        cost += max(0, whole - done(scale, mode))
+        left = max(0, whole - done(scale, mode))
+        cost += left
+        weighted += left * ratios[mode][1]
     one = settings(scale, baseline, usual, 1)
-    seconds = cost / study.cost(one | {"max_iters": 1}) * study.probe(one) if cost else 0.0
-    hours = seconds / len(study.devices()) / 3600
-    print(f"about {hours:.1f} hours, if all modes are as fast as {baseline}", flush=True)
+    steps = weighted / study.cost(one | {"max_iters": 1})
+    seconds = steps * study.probe(one) if steps else 0.0
+    print(f"about {seconds / len(study.devices()) / 3600:.1f} hours", flush=True)
     return study.Progress(cost)
 
 
@@ -311,7 +313,7 @@ def main():
     everyone = [baseline, *modes]
     ratios = study.race(name, timed(scale, everyone))
     extra = dict.fromkeys(modes, ()) | {baseline: lengths(ratios)}
-    progress = plan(scale, everyone, extra)
+    progress = plan(scale, everyone, extra, ratios)
 
     def lines_of(runs, look=()):
         return study.run(name, runs, look, progress=progress)
