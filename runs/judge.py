@@ -17,7 +17,7 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
    the baseline for fewer and more steps, and interpolate its loss at the time of the mode.
 
 Finished runs are in results/judge.jsonl. They are not repeated when you restart the command or
-judge another mode. Other arguments are config files and settings of train.py.
+judge another mode. out/judge.png shows the differences. Other arguments are config files and settings of train.py.
 """
 
 import math
@@ -256,6 +256,28 @@ def cells(found):
     return [*row, *at_time, " ".join(tuned)]
 
 
+def draw(axes, comparisons):
+    """Both differences of each mode with their intervals. comparisons: what compare returned."""
+    at_steps = [each["steps"] for each in comparisons]
+    at_time = [each["times"][1] if each["times"] else None for each in comparisons]
+    for shift, of, label in ((-0.12, at_steps, "at equal steps"), (0.12, at_time, "at equal time")):
+        found = [(y + shift, *interval) for y, interval in enumerate(of) if interval]
+        if not found:
+            continue
+        heights, differences, halves = zip(*found)
+        axes.errorbar(differences, heights, xerr=halves, fmt="o", capsize=2, label=label)
+        axes.legend(fontsize=8)
+    axes.axvline(0, color="0.7", lw=1)
+    axes.set_yticks(range(len(comparisons)), [each["mode"] for each in comparisons])
+    axes.set_ylim(len(comparisons) - 0.5, -0.5)
+    axes.set(xlabel=f"validation loss minus {baseline}'s (left: better)")
+
+
+def height(comparisons):
+    """The height of their figure, in inches."""
+    return 0.9 + 0.35 * len(comparisons)
+
+
 def timed(scale, modes):
     """What study.race compares: {mode: settings}, the baseline first."""
     return {mode: scale | {"residual": mode} for mode in dict.fromkeys([baseline, *modes])}
@@ -323,7 +345,13 @@ def main():
 
     with ThreadPoolExecutor(len(study.devices())) as pool:
         trained = dict(zip(everyone, pool.map(judged, everyone)))
-    print(study.table(HEAD, map(cells, compared(trained, ratios))))
+    comparisons = [*compared(trained, ratios)]
+    print(study.table(HEAD, map(cells, comparisons)))
+
+    figure, axes = study.pyplot().subplots(figsize=(6, height(comparisons)), layout="constrained")
+    draw(axes, comparisons)
+    study.saved(figure, study.ROOT / "out" / f"{name}.png")
+    print(f"out/{name}.png has the differences and their intervals")
 
 
 if __name__ == "__main__":

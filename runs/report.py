@@ -23,7 +23,7 @@ import judge
 import lead
 import recipe
 import study
-from study import ROOT, find, gap_at, gap_of, paired, plus_minus, read, table
+from study import ROOT, find, gap_at, gap_of, paired, plus_minus, pyplot, read, saved, table
 
 from model import RESIDUALS
 
@@ -557,38 +557,12 @@ def speed():
 # Figures
 
 
-def pyplot():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def saved(figure, path):
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    pyplot().close(figure)
-
-
 def modes_figure(path):
     """The verdicts of all judged modes; beside them, if measured, the lead against tokens."""
     shown, points = compared(), lead_points()
-    size = dict(figsize=(9 if points else 6, 0.9 + 0.35 * len(shown)), layout="constrained")
+    size = dict(figsize=(9 if points else 6, judge.height(shown)), layout="constrained")
     figure, axes = pyplot().subplots(1, 2 if points else 1, squeeze=False, **size)
-    at_steps = [each["steps"] for each in shown]
-    at_time = [each["times"][1] if each["times"] else None for each in shown]
-    for shift, of, label in ((-0.12, at_steps, "at equal steps"), (0.12, at_time, "at equal time")):
-        found = [(y + shift, *interval) for y, interval in enumerate(of) if interval]
-        if not found:
-            continue
-        heights, differences, halves = zip(*found)
-        axes[0, 0].errorbar(differences, heights, xerr=halves, fmt="o", capsize=2, label=label)
-    axes[0, 0].axvline(0, color="0.7", lw=1)
-    axes[0, 0].set_yticks(range(len(shown)), [each["mode"] for each in shown])
-    axes[0, 0].invert_yaxis()
-    axes[0, 0].set(xlabel="validation loss minus pre-norm's (left: better)")
-    axes[0, 0].legend(fontsize=8)
+    judge.draw(axes[0, 0], shown)
     if points:
         by_tokens(axes[0, 1], points)
     saved(figure, path)

@@ -452,3 +452,22 @@ def plus_minus(interval):
 def table(header, rows):
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
+
+
+# ------------------------------------------------------------------------------------------------
+# Figures
+
+
+def pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def saved(figure, path):
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    pyplot().close(figure)
