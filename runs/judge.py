@@ -17,7 +17,8 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
    the baseline for fewer and more steps, and interpolate its loss at the time of the mode.
 
 Finished runs are in results/judge.jsonl. They are not repeated when you restart the command or
-judge another mode. out/judge.png shows the differences. Other arguments are config files and settings of train.py.
+judge another mode. out/judge.png shows the differences. Other arguments are config files and
+settings of train.py.
 """
 
 import math
@@ -291,6 +292,8 @@ def plan(scale, modes, extra, ratios):
     """
     usual = {"learning_rate": RATES[1]}
     price = lambda mode, seed, length: study.cost(settings(scale, mode, usual, seed, length))
+    if not done(scale, baseline):
+        print(f"no runs of {baseline} for this scale, data and kind of machine: training it, too")
     cost = weighted = 0
     for mode in modes:
         whole = 10 * price(mode, 0, tune_share) + 3 * price(mode, 0, 1.0)
@@ -306,8 +309,9 @@ def plan(scale, modes, extra, ratios):
 
 
 def done(scale, mode):
-    """The cost of the finished runs of a mode at this scale."""
-    found = (study.DEFAULTS | line["settings"] for line in study.finished(name).values())
+    """The cost of the finished runs of a mode at this scale, on this data and kind of machine."""
+    here, lines = study.place(scale).items(), study.finished(name).values()
+    found = (study.DEFAULTS | line["settings"] for line in lines if here <= line.items())
     return sum(study.cost(full) for full in found if is_of(full, scale, mode))
 
 
