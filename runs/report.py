@@ -662,6 +662,7 @@ def verdict_values():
         "millions": line["params"] / 1e6,
         "per_parameter": line["tokens"] / line["params"],
         "seeds": judge.seeds,
+        "modes": len(rows),
         "at_steps": by_word((mode, at_steps[1]) for mode, at_steps, _ in rows),
         "at_time": by_word((mode, at_time[1]) for mode, _, at_time in rows),
         "lead": "".join(lead_in_words(mode, of) for mode, of in lead_points().items()),
@@ -697,13 +698,14 @@ def mixture_values():
 
 
 def by_word(pairs):
-    """Pairs (mode, verdict) as text, in groups of equal verdicts. Undecided modes are counted."""
+    """Pairs (mode, verdict) as text: names the better modes, and counts the others."""
     groups = defaultdict(list)
     for mode, word in pairs:
-        groups[word or "no verdict"].append(f"`{mode}`")
-    some = len(groups.pop("undecided", ()))
-    words = [f"{word}: {', '.join(names)}" for word, names in sorted(groups.items())]
-    return "; ".join(words + [f"undecided: {some} mode{'s' * (some > 1)}"] * (some > 0))
+        groups[word or "without a verdict"].append(f"`{mode}`")
+    better = groups.pop("better", [])
+    named = f"{' and '.join(better) or 'none'} {'are' if len(better) > 1 else 'is'} better"
+    counts = [f"{len(groups[word])} {word}" for word in sorted(groups, reverse=True)]
+    return ", ".join([named, *counts])
 
 
 def readme_verdicts():
