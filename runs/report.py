@@ -702,8 +702,8 @@ def by_word(pairs):
     groups = defaultdict(list)
     for mode, word in pairs:
         groups[word or "without a verdict"].append(f"`{mode}`")
-    better = groups.pop("better", [])
-    named = f"{' and '.join(better) or 'none'} {'are' if len(better) > 1 else 'is'} better"
+    *others, last = groups.pop("better", ["none"])
+    named = f"{', '.join(others)} and {last} are better" if others else f"{last} is better"
     counts = [f"{len(groups[word])} {word}" for word in sorted(groups, reverse=True)]
     return ", ".join([named, *counts])
 
