@@ -71,7 +71,7 @@ AROUND = (0.5, 1.0, 2.0)  # learning rates to try, as multiples of the judge's
 # A plan: ({name: its changes}, the setting that varies, its values, learning rates to try).
 # None: the name is a mode. Changes without a "residual" are changes of NAG.
 PLANS = {
-    "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "orthogonal", "attnres_block", "hc")),
+    "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "attnres", "mhc")),
                "max_iters", (1000, 2000, 8000, 16000), AROUND),  # 4000: the judge's runs
     "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 8, 16, 32, 64), AROUND),
     "nag": ({"prenorm": None} | NAG, "max_iters", (4000, 16000), AROUND),

@@ -286,17 +286,20 @@ def oracle():
 
 
 def variance():
-    """What runs/bhyt_theory.py measured on a judged BHyT."""
-    path = RESULTS / "variance.json"
-    if not path.exists() or "bhyt" not in judged()[0]:
+    """What runs/bhyt_theory.py measured on a judged BHyT, and what its prediction costs."""
+    path, trained = RESULTS / "variance.json", judged()[0]
+    if not path.exists() or not {"bhyt", "bhyt_exact"} <= trained.keys():
         return None
+    predicting, measuring = (trained[mode][1][1.0] for mode in ("bhyt", "bhyt_exact"))
+    cost = gap_of(predicting, measuring)
     found = json.loads(path.read_text())
     keys = ("measured", "predicted", "R2", "Pearson", "Spearman")
     rows = []
     for b, (measured, predicted, *fits) in enumerate(zip(*(found[key] for key in keys))):
         rows.append((b, f"{measured:.0f}", f"{predicted:.0f}", *(f"{x:.2f}" for x in fits)))
     head = ("block", "measured variance", "predicted", "R²", "Pearson", "Spearman")
-    return {"command": first_seed("bhyt"), "table": table(head, rows)}
+    known = {"command": first_seed("bhyt"), "cost": plus_minus(cost) if cost else "not known"}
+    return known | {"table": table(head, rows)}
 
 
 # ------------------------------------------------------------------------------------------------
