@@ -15,6 +15,7 @@ import textwrap
 from collections import defaultdict
 from contextlib import suppress
 from functools import cache, partial
+from itertools import groupby
 
 import claims
 import classroom
@@ -676,8 +677,10 @@ def lead_in_words(mode, points):
     """The verdict on a mode at each length, if there are several."""
     if len(points) < 2:
         return ""
-    size = lambda steps: f"{steps * per_parameter():.0f}"
-    at = [f"{judge.verdict([gap])} after {size(steps)}" for steps, gap, _ in points]
+    pairs = [(judge.verdict([gap]), f"{steps * per_parameter():.0f}") for steps, gap, _ in points]
+    at = []
+    for word, alike in groupby(pairs, key=lambda pair: pair[0]):
+        at.append(f"{word} after {' and '.join(size for _, size in alike)}")
     seeds = f"{len(lead.SEEDS)} or {judge.seeds} seeds"
     return f" At equal steps ({seeds}), `{mode}` is {', '.join(at)} bytes per parameter."
 
