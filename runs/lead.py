@@ -11,9 +11,9 @@ What does a mixture of depths cost?
 
 Each mode uses the settings that runs/judge.py found for it, or is tuned first if it was not judged.
 At each length and depth, and for changes of NAG and BHyT, the learning rate is tuned again with
-seed 0. Each length is a separate run with its own schedule. Differences are from the plan's first
-name, paired by seed, with 95% intervals. Finished runs are in results/lead.jsonl, and are not
-repeated.
+seed 0; runs of more than 8,000 steps use the rate that is best at 8,000. Each length is a separate
+run with its own schedule. Differences are from the plan's first name, paired by seed, with 95%
+intervals. Finished runs are in results/lead.jsonl, and are not repeated.
 """
 
 import statistics
@@ -68,6 +68,7 @@ def mixtures(rate):
 
 FEWER = {f"nag with {n} blocks": {"n_layer": n} for n in (6, 5)}
 AROUND = (0.5, 1.0, 2.0)  # learning rates to try, as multiples of the judge's
+LONGEST = 8000  # steps of the longest run that tunes
 # A plan: ({name: its changes}, the setting that varies, its values, learning rates to try).
 # None: the name is a mode. Changes without a "residual" are changes of NAG.
 PLANS = {
@@ -95,7 +96,8 @@ def tuned(name, change, scale, rates_around, lines_of):
         chosen["gate_lr"] = change["gate_lr"] * chosen["learning_rate"]
     rates = [chosen["learning_rate"] * times for times in rates_around]
     if len(rates) > 1:
-        chosen = judge.best_rate(scale, mode, chosen, rates, partial(lines_of, "lead"), length=1.0)
+        length = min(1.0, LONGEST / scale["max_iters"])
+        chosen = judge.best_rate(scale, mode, chosen, rates, partial(lines_of, "lead"), length)
     return {"residual": mode} | chosen
 
 
