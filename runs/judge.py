@@ -171,7 +171,7 @@ def lengths(ratios):
     return LENGTHS[: 2 + sum(length < slowest for length in LENGTHS[1:])]
 
 
-def train(scale, mode, lines_of, extra=()):
+def train(scale, mode, lines_of, seeds, extra=()):
     """Tune a mode and train its seeds, also for extra lengths.
 
     Returns (tuned settings, {length: lines}).
@@ -258,20 +258,28 @@ def cells(found):
 
 
 def draw(axes, comparisons):
-    """Both differences of each mode with their intervals. comparisons: what compare returned."""
-    at_steps = [each["steps"] for each in comparisons]
-    at_time = [each["times"][1] if each["times"] else None for each in comparisons]
-    for shift, of, label in ((-0.12, at_steps, "at equal steps"), (0.12, at_time, "at equal time")):
+    """Both differences of each mode with their intervals, from the best mode to the worst.
+
+    comparisons: what compare returned. Differences far beyond most others are written at the edge.
+    """
+    shown = sorted((each for each in comparisons if each["steps"]), key=lambda each: each["steps"])
+    at_steps = [each["steps"] for each in shown]
+    at_time = [each["times"][1] if each["times"] else None for each in shown]
+    edge = 1.3 * statistics.quantiles([0.0, *(abs(d) for d, _ in at_steps)], n=10)[-1]
+    for shift, of, label in ((-0.14, at_steps, "at equal steps"), (0.14, at_time, "at equal time")):
         found = [(y + shift, *interval) for y, interval in enumerate(of) if interval]
         if not found:
             continue
         heights, differences, halves = zip(*found)
-        axes.errorbar(differences, heights, xerr=halves, fmt="o", capsize=2, label=label)
+        axes.errorbar(differences, heights, xerr=halves, fmt="o", ms=4, capsize=2, label=label)
         axes.legend(fontsize=8)
+        for y, difference, _ in found:
+            if difference > edge:
+                axes.text(edge, y, f"{difference:+.2f} →", ha="right", va="center", fontsize=7)
     axes.axvline(0, color="0.7", lw=1)
-    axes.set_yticks(range(len(comparisons)), [each["mode"] for each in comparisons])
-    axes.set_ylim(len(comparisons) - 0.5, -0.5)
-    axes.set(xlabel=f"validation loss minus {baseline}'s (left: better)")
+    axes.set_yticks(range(len(shown)), [each["mode"] for each in shown])
+    axes.set(ylim=(len(shown) - 0.5, -0.5), xlabel=f"loss minus {baseline}'s (left: better)")
+    axes.set_xlim(right=min(edge, axes.get_xlim()[1]))
 
 
 def height(comparisons):
@@ -345,7 +353,7 @@ def main():
         return study.run(name, runs, look, progress=progress)
 
     def judged(mode):
-        return train(scale, mode, lines_of, extra[mode])
+        return train(scale, mode, lines_of, seeds, extra[mode])
 
     with ThreadPoolExecutor(len(study.devices())) as pool:
         trained = dict(zip(everyone, pool.map(judged, everyone)))

@@ -29,7 +29,7 @@ from study import ROOT, find, gap_at, gap_of, paired, plus_minus, pyplot, read, 
 from model import RESIDUALS
 
 RESULTS, SPEED = ROOT / "results", ROOT / "results" / "speed"
-SEEDS = range(1, judge.seeds + 1)
+SEEDS = {"muon": judge.seeds, "adamw": 3}  # seeds of the judge's runs, with each optimizer
 
 
 # ------------------------------------------------------------------------------------------------
@@ -61,12 +61,14 @@ def judged(optimizer="muon"):
     scale, trained = scale_of(optimizer), {}
     for mode in RESIDUALS:
         with suppress(NotFinished):
-            trained[mode] = judge.train(scale, mode, partial(must_find, "judge"))
+            lines_of = partial(must_find, "judge")
+            trained[mode] = judge.train(scale, mode, lines_of, SEEDS[optimizer])
     if judge.baseline not in trained:
         return {}, {}
     choice, theirs = trained[judge.baseline]
     for length in judge.LENGTHS:
-        runs = [judge.settings(scale, judge.baseline, choice, s, length) for s in SEEDS]
+        of_seed = partial(judge.settings, scale, judge.baseline, choice, length=length)
+        runs = [of_seed(seed) for seed in range(1, SEEDS[optimizer] + 1)]
         with suppress(NotFinished):
             theirs[length] = must_find("judge", runs)
     return trained, study.race("judge", judge.timed(scale, trained), measure=False)
@@ -108,8 +110,8 @@ def at_half_the_rate():
     """What half its tuned learning rate costs pre-norm, in words, if that was trained."""
     choice, lines = judged()[0][judge.baseline]
     slower = judge.with_rate(choice, choice["learning_rate"] / 2)
-    runs = [judge.settings(scale_of("muon"), judge.baseline, slower, s) for s in SEEDS]
-    lines_at_half = find("judge", runs)
+    of_seed = partial(judge.settings, scale_of("muon"), judge.baseline, slower)
+    lines_at_half = find("judge", [of_seed(seed) for seed in range(1, judge.seeds + 1)])
     if None in lines_at_half or not (gap := gap_of(lines_at_half, lines[1.0])):
         return ""
     return f": half its learning rate costs pre-norm {plus_minus(gap)}"
@@ -120,7 +122,8 @@ def with_adamw():
     rows = [*map(judge.cells, compared("adamw"))]
     if not rows:
         return None
-    return {"verdicts": table(judge.HEAD, rows), "tuning": tuning(judged("adamw")[0], "adamw")}
+    found = {"verdicts": table(judge.HEAD, rows), "tuning": tuning(judged("adamw")[0], "adamw")}
+    return found | {"seeds": SEEDS["adamw"]}
 
 
 def tuning(trained, optimizer="muon"):
