@@ -243,17 +243,43 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
     changes, axis, values, around = lead.selected(lead.PLANS["tokens"])
     assert list(changes) == ["prenorm", "nag", "bhyt"] and values == [1000, 8000]
     runs = lead.runs_of(changes, axis, values, around, study.run)
-    found = {(name, value): rest for name, value, *rest in lead.rows(runs, "prenorm", study.run)}
+    found = {(name, value): rest for name, value, *rest in lead.rows(runs, changes, study.run)}
     differences = [-0.1 + 0.001 * seed**2 for seed in lead.SEEDS]
     mean, half = study.paired(differences, [0.0] * 3)
     assert found["nag", 8000][1] == pytest.approx((mean, half))
     assert found["bhyt", 1000][1] == pytest.approx((-0.05, 0.0))
 
     more = lead.runs_of(changes, axis, [1000, 16000], around, study.run)
-    assert {value for _, value, *_ in lead.rows(more, "prenorm", study.find)} == {1000}
+    assert {value for _, value, *_ in lead.rows(more, changes, study.find)} == {1000}
     monkeypatch.setattr(lead, "names", "nanorm")
     with pytest.raises(SystemExit, match="nanorm: choose from prenorm, nag"):
         lead.selected(lead.PLANS["tokens"])
+
+
+@cases("what, value", [("tokens", 16000), ("blocks", 32)])
+def test_long_and_deep_runs_use_the_rate_that_is_best_at_half_of_that(
+    place, monkeypatch, what, value
+):
+    best, trained = {4000: 0.016, 8000: 0.004}, []
+
+    def loss_of(full):
+        size = full["max_iters"] * (2 if full["n_layer"] == 16 else 1)
+        return abs(math.log(full["learning_rate"] / best.get(size, 0.008)))
+
+    monkeypatch.setattr(study, "train", trainer(loss_of, trained))
+    _, axis, _, around = lead.PLANS[what]
+    runs = lead.runs_of({"prenorm": None}, axis, [value], around, study.run)
+    assert {run["learning_rate"] for run in runs["prenorm", value]} == {0.004}
+    assert {run["seed"] for run in trained} == {0}
+    assert max(run[axis] for run in trained) == lead.LARGEST[axis]
+
+
+def test_a_change_is_compared_with_the_mode_that_it_changes():
+    changes = lead.PLANS["mod"][0]
+    assert lead.base_of(changes, "random router 0.4") == "nag"
+    assert lead.base_of(changes, "learned router on pre-norm 0.4") == "prenorm"
+    assert lead.base_of(lead.PLANS["bhyt"][0], "lambda fixed") == "bhyt"
+    assert lead.base_of(lead.PLANS["tokens"][0], "nag") == "prenorm"
 
 
 @cases("what", lead.PLANS)

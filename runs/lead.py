@@ -3,17 +3,18 @@ How does the difference from pre-norm change with more tokens or blocks? Which p
 What does a mixture of depths cost?
 
     python runs/lead.py --what=tokens    8 blocks of width 64, 1 to 16 MB (4 MB: the judge's runs)
-    python runs/lead.py --what=blocks    4 to 64 blocks of width 64, 4 MB
-    python runs/lead.py --what=nag       NAG with one part changed, 4 and 16 MB
+    python runs/lead.py --what=blocks    4 to 64 blocks of width 64, 4 MB (8: the judge's runs)
+    python runs/lead.py --what=nag       NAG with one part changed, 4 MB
     python runs/lead.py --what=bhyt      BHyT with other initial lambdas and gains, 4 MB
     python runs/lead.py --what=mod       NAG with mixtures of depths and with fewer blocks, 4 MB
     python runs/lead.py --what=tokens --names=nag --values=1000,8000    a part of it
 
 Each mode uses the settings that runs/judge.py found for it, or is tuned first if it was not judged.
-At each length and depth, and for changes of NAG and BHyT, the learning rate is tuned again with
-seed 0; runs of more than 8,000 steps use the rate that is best at 8,000. Each length is a separate
-run with its own schedule. Differences are from the plan's first name, paired by seed, with 95%
-intervals. Finished runs are in results/lead.jsonl, and are not repeated.
+At each length and depth, the learning rate is tuned again with seed 0. Runs of more than 8,000
+steps use the rate that is best at 8,000, models with more than 16 blocks that with 16. Each length
+is a separate run with its own schedule. Differences are from pre-norm, or from the mode that is
+changed; they are paired by seed, with 95% intervals. Finished runs are in results/lead.jsonl, and
+are not repeated.
 """
 
 import statistics
@@ -28,12 +29,11 @@ from study import gap_of, plus_minus
 from configurator import configure
 
 what = "tokens"  # tokens, blocks, nag, bhyt or mod
-names: str | None = None  # only these, separated by commas, and the first of the plan
+names: str | None = None  # only these, separated by commas, and what they are compared with
 values: str | None = None  # only these steps or numbers of blocks, in this order
 
 SEEDS = (11, 12, 13)  # new: judge.py tuned on 0 and judged on 1, 2, ...
 NAG = {
-    "nag": {},
     "gates at a quarter of the rate": {"gate_lr": 0.25},  # times the learning rate
     "gates at four times the rate": {"gate_lr": 4.0},
     "alpha starts at 1 / l": {"nag_alpha_power": 1.0},
@@ -68,18 +68,25 @@ def mixtures(rate):
 
 FEWER = {f"nag with {n} blocks": {"n_layer": n} for n in (6, 5)}
 AROUND = (0.5, 1.0, 2.0)  # learning rates to try, as multiples of the judge's
-LONGEST = 8000  # steps of the longest run that tunes
+LARGEST = {"max_iters": 8000, "n_layer": 16}  # of runs that tune
 # A plan: ({name: its changes}, the setting that varies, its values, learning rates to try).
 # None: the name is a mode. Changes without a "residual" are changes of NAG.
 PLANS = {
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "attnres", "mhc")),
-               "max_iters", (1000, 2000, 8000, 16000), AROUND),  # 4000: the judge's runs
-    "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 8, 16, 32, 64), AROUND),
-    "nag": ({"prenorm": None} | NAG, "max_iters", (4000, 16000), AROUND),
-    "bhyt": (dict.fromkeys(("prenorm", "bhyt")) | BHYT, "max_iters", (4000,), AROUND),
+               "max_iters", (1000, 2000, 8000, 16000), AROUND),
+    "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 16, 32, 64), AROUND),
+    "nag": ({"nag": None} | NAG, "max_iters", (4000,), (1.0,)),
+    "bhyt": ({"bhyt": None} | BHYT, "max_iters", (4000,), (1.0,)),
     "mod": ({"nag": None, "prenorm": None} | FEWER | mixtures(0.2) | mixtures(0.4),
             "max_iters", (4000,), (1.0,)),
 }  # fmt: skip
+
+
+def base_of(changes, name):
+    """The name that a name of a plan is compared with: the mode it changes, or the first one."""
+    first, change = next(iter(changes)), changes[name]
+    mode = first if change is None else change.get("residual", "nag")
+    return mode if mode in changes else first
 
 
 @cache
@@ -96,22 +103,22 @@ def tuned(name, change, scale, rates_around, lines_of):
         chosen["gate_lr"] = change["gate_lr"] * chosen["learning_rate"]
     rates = [chosen["learning_rate"] * times for times in rates_around]
     if len(rates) > 1:
-        length = min(1.0, LONGEST / scale["max_iters"])
-        chosen = judge.best_rate(scale, mode, chosen, rates, partial(lines_of, "lead"), length)
+        smaller = scale | {key: min(scale[key], most) for key, most in LARGEST.items()}
+        chosen = judge.best_rate(smaller, mode, chosen, rates, partial(lines_of, "lead"), 1.0)
     return {"residual": mode} | chosen
 
 
 def selected(plan):
-    """A plan with only the names and values asked for."""
+    """A plan with only the names and values asked for, and what these names are compared with."""
     changes, axis, full, rates_around = plan
-    first = next(iter(changes))
-    wanted = (first, *names.split(",")) if names else changes
+    wanted = names.split(",") if names else [*changes]
     some = [int(value) for value in values.split(",")] if values else full
     unknown = {*wanted} - {*changes} | {*some} - {*full}
     if unknown:
         choices = ", ".join(map(str, (*changes, *full)))
         raise SystemExit(f"{', '.join(map(str, unknown))}: choose from {choices}")
-    return {name: changes[name] for name in wanted}, axis, some, rates_around
+    bases = [base_of(changes, name) for name in wanted]
+    return {name: changes[name] for name in (*bases, *wanted)}, axis, some, rates_around
 
 
 def runs_of(changes, axis, values, rates_around, lines_of):
@@ -128,8 +135,8 @@ def runs_of(changes, axis, values, rates_around, lines_of):
         return dict(zip(pairs, pool.map(runs_at, pairs)))
 
 
-def rows(runs, first, lines_of):
-    """(name, value, mean loss, paired difference from first) of all that has finished.
+def rows(runs, changes, lines_of):
+    """(name, value, mean loss, paired difference from its base) of all that has finished.
 
     The last two are None if a run diverged.
     """
@@ -137,8 +144,9 @@ def rows(runs, first, lines_of):
     found = {at: [next(lines) for _ in SEEDS] for at in runs}
     found = {at: of_seeds for at, of_seeds in found.items() if None not in of_seeds}
     for (name, value), ours in found.items():
-        if (first, value) in found:
-            gap = gap_of(ours, found[first, value])
+        base = base_of(changes, name)
+        if name != base and (base, value) in found:
+            gap = gap_of(ours, found[base, value])
             mean = gap and statistics.mean(line["loss"] for line in ours)
             yield name, value, mean, gap
 
@@ -150,8 +158,10 @@ def main():
     changes, *rest = selected(PLANS[what])
     runs = runs_of(changes, *rest, study.run)
     width = max(map(len, changes))
-    for name, value, loss, gap in rows(runs, next(iter(changes)), study.run):
-        result = f"{loss:.4f} {plus_minus(gap)}" if gap else "diverged"
+    for name, value, loss, gap in rows(runs, changes, study.run):
+        result = (
+            f"{loss:.4f} {plus_minus(gap)} from {base_of(changes, name)}" if gap else "diverged"
+        )
         print(f"{name:<{width}} {value:>6} {result}")
 
 

@@ -162,35 +162,37 @@ def lead_runs(what):
     return runs
 
 
-def leads(what):
-    """The rows of runs/lead.py that have finished."""
-    first = next(iter(lead.PLANS[what][0]))
-    return [row for row in lead.rows(lead_runs(what), first, find) if row[0] != first]
-
-
 @cache
-def lead_points():
-    """{mode: [(steps, difference at equal steps, differences at equal time)]}: from runs/lead.py,
-    and at 4 MB from the judge. The last has one difference for each end of the time ratio and its
-    median, or is empty.
+def lead_points(what):
+    """{mode: [(value, difference at equal steps, differences at equal time)]} for several numbers
+    of steps (tokens) or of blocks: from runs/lead.py, and from the judge at its own scale. The last
+    has one difference for each end of the time ratio and its median, or is empty.
     """
-    points, found = defaultdict(list), {}
-    for at, runs in lead_runs("tokens").items():
+    axis, points, found = lead.PLANS[what][1], defaultdict(list), {}
+    for at, runs in lead_runs(what).items():
         with suppress(NotFinished):
             found[at] = judge.losses(must_find("lead", runs))
     found = {at: losses for at, losses in found.items() if math.inf not in losses}
-    theirs = {steps: losses for (mode, steps), losses in found.items() if mode == judge.baseline}
-    for (mode, steps), ours in found.items():
-        if mode != judge.baseline and steps in theirs:
-            lengths = [steps * ratio for ratio in judged()[1].get(mode, ())]
-            known = lengths and min(theirs) <= min(lengths) and max(lengths) <= max(theirs)
-            at_time = [gap_at(length, ours, theirs) for length in lengths] if known else []
-            points[mode].append((steps, paired(ours, theirs[steps]), at_time))
+    theirs = {value: losses for (mode, value), losses in found.items() if mode == judge.baseline}
+    for (mode, value), ours in found.items():
+        if mode != judge.baseline and value in theirs:
+            at_time = at_equal_time(mode, value, ours, theirs) if axis == "max_iters" else []
+            points[mode].append((value, paired(ours, theirs[value]), at_time))
     for each in compared():
         if each["mode"] in points and each["steps"]:
-            steps = lead.scale_of_judge()["max_iters"]
-            points[each["mode"]].append((steps, each["steps"], each["times"]))
+            own = lead.scale_of_judge()[axis]
+            points[each["mode"]].append((own, each["steps"], each["times"]))
     return {mode: sorted(of) for mode, of in points.items()}
+
+
+def at_equal_time(mode, steps, ours, theirs):
+    """Differences for the ends of the time ratio and its median. theirs: {steps: losses}.
+
+    Empty if the baseline was not trained for as long.
+    """
+    lengths = [steps * ratio for ratio in judged()[1].get(mode, ())]
+    known = lengths and min(theirs) <= min(lengths) and max(lengths) <= max(theirs)
+    return [gap_at(length, ours, theirs) for length in lengths] if known else []
 
 
 def per_parameter():
@@ -202,7 +204,7 @@ def per_parameter():
 def lead_by_tokens():
     """How the lead of each mode changes with tokens."""
     rows = []
-    for mode, of in lead_points().items():
+    for mode, of in lead_points("tokens").items():
         for steps, gap, at_time in of:
             size = f"{steps * per_parameter():.1f}"
             timed = (plus_minus(at_time[1]), judge.verdict(at_time)) if at_time else ("", "")
@@ -212,14 +214,24 @@ def lead_by_tokens():
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
 
 
-def lead_by(what, axis):
-    """The rows of runs/lead.py with another number of blocks, or with changes of a mode."""
+def lead_by_blocks():
+    """How the lead of each mode changes with depth."""
     rows = []
-    for name, value, loss, gap in leads(what):
-        known = (f"{loss:.4f}", plus_minus(gap)) if gap else ("", "diverged")
-        rows.append((name, f"{value:,}", *known))
-    head = ("mode or change", axis, "loss", "difference from pre-norm")
-    return {"table": table(head, rows)} if rows else None
+    for mode, of in lead_points("blocks").items():
+        for blocks, gap, _ in of:
+            rows.append((mode, blocks, plus_minus(gap), judge.verdict([gap])))
+    head = ("mode", "blocks", "difference at equal steps", "verdict")
+    return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
+
+
+def one_change(what):
+    """A mode with one part changed, beside the unchanged mode."""
+    rows, changes = [], lead.PLANS[what][0]
+    for name, _, loss, gap in lead.rows(lead_runs(what), changes, find):
+        known = (f"{loss:.4f}", plus_minus(gap), judge.verdict([gap])) if gap else ("", "diverged")
+        rows.append((name, *known))
+    head = ("change", "loss", f"difference from {next(iter(changes))}", "verdict")
+    return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
 
 
 @cache
@@ -233,12 +245,12 @@ def mixture_lines():
 
 
 def mixtures():
-    """NAG with mixtures of depths and with fewer blocks, beside plain NAG."""
-    found, rows = dict(mixture_lines()), []
-    dense = found.pop("nag", None)
-    if not found or not dense:
-        return None
+    """Mixtures of depths, and NAG with fewer blocks, beside the same model without skipping."""
+    found, rows, changes = mixture_lines(), [], lead.PLANS["mod"][0]
     for name, lines in found.items():
+        dense = found.get(lead.base_of(changes, name))
+        if changes[name] is None or not dense:
+            continue
         gap = gap_of(lines, dense)
         if not gap:
             rows.append((name, "", "", "", "", "diverged"))
@@ -247,8 +259,8 @@ def mixtures():
         flops = f"{mean_of(lines, 'flops') / mean_of(dense, 'flops'):.2f}"
         loss = f"{mean_of(lines, 'loss'):.4f}"
         rows.append((name, skipped, flops, loss, plus_minus(gap), judge.verdict([gap])))
-    head = ("model", "skip in evaluation", "FLOPs", "loss", "difference from nag", "verdict")
-    return {"seeds": len(lead.SEEDS), "table": table(head, rows)}
+    head = ("model", "skip in evaluation", "FLOPs", "loss", "difference", "verdict")
+    return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
 
 
 def mean_of(lines, key):
@@ -566,26 +578,36 @@ def speed():
 
 def modes_figure(path):
     """The verdicts of all judged modes; beside them, if measured, the lead against tokens."""
-    shown, points = compared(), lead_points()
-    size = dict(figsize=(9 if points else 6, judge.height(shown)), layout="constrained")
-    figure, axes = pyplot().subplots(1, 2 if points else 1, squeeze=False, **size)
-    judge.draw(axes[0, 0], shown)
-    if points:
-        by_tokens(axes[0, 1], points)
+    shown, by_tokens, by_blocks = compared(), lead_points("tokens"), lead_points("blocks")
+    beside = bool(by_tokens) + bool(by_blocks)
+    rows = max(1, beside)
+    size = dict(figsize=(9 if beside else 6, judge.height(shown)), layout="constrained")
+    figure, axes = pyplot().subplots(rows, 2 if beside else 1, squeeze=False, **size)
+    for extra in axes[1:, 0]:
+        extra.remove()
+    left = axes[0, 0]
+    left.set_subplotspec(left.get_gridspec()[:, 0])
+    judge.draw(left, shown)
+    if by_tokens:
+        against(axes[0, 1], by_tokens, per_parameter(), "{:.1f}", "training bytes per parameter")
+    if by_blocks:
+        against(axes[-1, 1], by_blocks, 1, "{:.0f}", "blocks")
     saved(figure, path)
 
 
-def by_tokens(axes, points):
-    lengths = sorted({steps for of in points.values() for steps, *_ in of})
-    ticks = [steps * per_parameter() for steps in lengths]
+def against(axes, points, unit, form, xlabel):
+    """The lead of each mode against steps or blocks, in multiples of a unit.
+
+    points: what lead_points returns.
+    """
+    values = sorted({value for of in points.values() for value, *_ in of})
     for i, (mode, of) in enumerate(points.items()):
-        steps = [point[0] for point in of]
-        differences, halves = zip(*(point[1] for point in of))
-        x = [each * per_parameter() * 1.03**i for each in steps]
-        axes.errorbar(x, differences, yerr=halves, fmt="o-", capsize=2, label=mode)
+        differences, halves = zip(*(gap for _, gap, _ in of))
+        x = [value * unit * 1.03**i for value, *_ in of]
+        axes.errorbar(x, differences, yerr=halves, fmt="o-", ms=4, capsize=2, label=mode)
     axes.axhline(0, color="0.7", lw=1)
-    axes.set(xscale="log", xlabel="training bytes per parameter")
-    axes.set_xticks(ticks, [f"{tick:.1f}" for tick in ticks])
+    axes.set(xscale="log", xlabel=xlabel)
+    axes.set_xticks([value * unit for value in values], [form.format(v * unit) for v in values])
     axes.set_xticks([], minor=True)
     largest = max(abs(difference) for of in points.values() for _, (difference, _), _ in of)
     axes.set(ylabel="loss minus pre-norm's, at equal steps")
@@ -672,20 +694,30 @@ def verdict_values():
         "modes": len(rows),
         "at_steps": by_word((mode, at_steps[1]) for mode, at_steps, _ in rows),
         "at_time": by_word((mode, at_time[1]) for mode, _, at_time in rows),
-        "lead": "".join(lead_in_words(mode, of) for mode, of in lead_points().items()),
+        "lead": "".join(lead_in_words(mode) for mode in lead_points("tokens")),
     }
 
 
-def lead_in_words(mode, points):
-    """The verdict on a mode at each length, if there are several."""
-    if len(points) < 2:
+def lead_in_words(mode):
+    """The verdicts on a mode at several lengths and depths, if there are several."""
+    by_tokens, by_blocks = (lead_points(what).get(mode, ()) for what in ("tokens", "blocks"))
+    if len(by_tokens) < 2:
         return ""
-    pairs = [(judge.verdict([gap]), f"{steps * per_parameter():.0f}") for steps, gap, _ in points]
-    at = []
-    for word, alike in groupby(pairs, key=lambda pair: pair[0]):
-        at.append(f"{word} after {' and '.join(size for _, size in alike)}")
+    at = verdicts_at(by_tokens, "after {}", per_parameter())
     seeds = f"{len(lead.SEEDS)} or {judge.seeds} seeds"
-    return f" At equal steps ({seeds}), `{mode}` is {', '.join(at)} bytes per parameter."
+    text = f" At equal steps ({seeds}), `{mode}` is {at} bytes per parameter"
+    if len(by_blocks) > 1:
+        text += f", and {verdicts_at(by_blocks, 'with {}', 1)} blocks"
+    return f"{text}."
+
+
+def verdicts_at(points, where, unit):
+    """Verdicts, grouped: 'undecided after 2, better after 4 and 8'."""
+    pairs = [(judge.verdict([gap]), f"{value * unit:.0f}") for value, gap, _ in points]
+    groups = groupby(pairs, key=lambda pair: pair[0])
+    return ", ".join(
+        f"{word} {where.format(' and '.join(at for _, at in alike))}" for word, alike in groups
+    )
 
 
 def mixture_values():
@@ -737,9 +769,9 @@ SECTIONS = {
     "The modes": modes,
     "With AdamW": with_adamw,
     "Shorter and longer training": lead_by_tokens,
-    "With fewer and more blocks": partial(lead_by, "blocks", "blocks"),
-    "NAG with one part changed": partial(lead_by, "nag", "steps"),
-    "BHyT with other initial values": partial(lead_by, "bhyt", "steps"),
+    "With fewer and more blocks": lead_by_blocks,
+    "NAG with one part changed": partial(one_change, "nag"),
+    "BHyT with other initial values": partial(one_change, "bhyt"),
     "Mixtures of depths": mixtures,
     "The skip oracle": oracle,
     "BHyT's prediction": variance,
