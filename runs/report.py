@@ -26,6 +26,7 @@ import recipe
 import study
 from study import ROOT, find, gap_at, gap_of, paired, plus_minus, pyplot, read, saved, table
 
+from depth import DEAD
 from model import RESIDUALS
 
 RESULTS, SPEED = ROOT / "results", ROOT / "results" / "speed"
@@ -212,6 +213,27 @@ def lead_by_tokens():
     head = ("mode", "steps", "bytes per parameter", "difference at equal steps", "verdict")
     head += ("difference at equal time", "verdict at equal time")
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
+
+
+def gates():
+    """How far NAG's sublayers turn the stream at the end of shorter and longer runs."""
+    runs = {steps: each for (mode, steps), each in lead_runs("tokens").items() if mode == "nag"}
+    found = {}
+    for steps, each in runs.items():
+        with suppress(NotFinished):
+            found[steps] = must_find("lead", each)
+    if "nag" in judged()[0]:
+        found[lead.scale_of_judge()["max_iters"]] = judged()[0]["nag"][1][1.0]
+    rows = []
+    for steps, lines in sorted(found.items()):
+        of = [line["gates"] for line in lines if line["gates"]]
+        a = [statistics.mean(sublayer) for sublayer in zip(*(each["a"] for each in of))]
+        row = (f"{statistics.mean(a):.3f}", f"{min(a):.3f}", f"{max(a):.3f}")
+        floor = statistics.mean(each["floor"] for each in of)
+        rows.append((f"{steps:,}", *row, f"{floor:.1%}", max(each["dead"] for each in of)))
+    head = ("steps", "mean", "smallest sublayer", "largest", f"share below {DEAD}")
+    head += ("sublayers whose mean is below it",)
+    return {"table": table(head, rows)} if len(rows) > 1 else None
 
 
 def lead_by_blocks():
@@ -769,6 +791,7 @@ SECTIONS = {
     "The modes": modes,
     "With AdamW": with_adamw,
     "Shorter and longer training": lead_by_tokens,
+    "NAG's gates": gates,
     "With fewer and more blocks": lead_by_blocks,
     "NAG with one part changed": partial(one_change, "nag"),
     "BHyT with other initial values": partial(one_change, "bhyt"),
