@@ -160,11 +160,12 @@ def inside_nag(theirs, ours):
     )
 
     a, b = ([late_turn(depth) for depth in of] for of in (theirs, ours))
+    stops = "; with pre-norm it grows less, but does not stop" if max(a) > 5 else ""
     yield (
         "The angle between the stream and the embedding keeps growing with NAG, and stops without",
         "yes",
         f"in the second half of the depth: pre-norm {spread(a)} degrees, NAG {spread(b)}",
-        below(a, b),
+        below(a, b).replace("holds", "holds in part" if stops else "holds") + stops,
     )
 
     a, b = ([max(depth["sink"]) for depth in of] for of in (theirs, ours))
@@ -184,11 +185,12 @@ def inside_nag(theirs, ours):
 
     entropy, loss = ([depth[f"norm and {key}"] for depth in ours] for key in ("entropy", "loss"))
     found = f"correlation with entropy {spread(entropy, '+.2f')}, with loss {spread(loss, '+.2f')}"
+    strong = max(entropy + loss) <= -0.5
     yield (
         "With NAG, a large final norm means a confident prediction",
         "low entropy and loss",
         f"log norm: {found}",
-        held(max(entropy + loss) < -0.1),
+        "holds weakly (one seed)" if -0.5 < max(entropy + loss) < -0.1 else held(strong),
     )
 
 
@@ -204,19 +206,21 @@ def depths(mixtures, earlier):
         less = published and -published < gap[0] - gap[1]
         yield (
             f"NAG's router is better than a learned one if {rate:.0%} of tokens skip",
-            f"by {published}" if published else "yes",
+            f"-{published}" if published else "yes",
             plus_minus(gap) + length,
             sign(gap) + (", but less than published" if less else ""),
         )
     gaps = {}
     for name in ("rate_0.2", "rate_0.25", "dense_6_blocks"):
         gaps[name] = paired(earlier.losses("isoflop", name), earlier.losses("isoflop", "dense"))
-    found = "; ".join(f"{name.replace('_', ' ')}: {plus_minus(gap)}" for name, gap in gaps.items())
+    words = ("skipping 20%", "skipping 25%", "6 blocks in place of 8")
+    found = "; ".join(f"{word} {plus_minus(gap)}" for word, gap in zip(words, gaps.values()))
     yield (
         "At equal FLOPs, skipping 20 to 25% of the tokens is at least as good as full depth",
         "equal",
         f"{found} (short runs)",
-        all_of([sign(gaps["rate_0.2"]), sign(gaps["rate_0.25"])]),
+        all_of([sign(gaps["rate_0.2"]), sign(gaps["rate_0.25"])])
+        + "; fewer blocks have a similar difference",
     )
 
 
@@ -289,7 +293,9 @@ def classrooms():
         ours = ", ".join(f"{skip}: {loss:.2f}" for skip, loss in last.items())
         for line in found["bigram"].values():
             ours += f"; entropy given the character before: {line['entropy']:.2f}"
-        yield words, published, ours, held(last["x + output"] + 0.3 < last["deleted"])
+        right = held(last["x + output"] + 0.3 < last["deleted"])
+        note = "; without the skip alone, attention works" if last["output"] < 2 else ""
+        yield words, published, ours, right + note
     else:
         yield words, published, "", missing
     stacks = {case: line for (case,), line in found["stack"].items()}
@@ -306,7 +312,15 @@ def classrooms():
                 other = stacks["2 layers"]["last"]
                 ours += f"; 2 layers: {other:.3g}"
                 calm = line["verdict"] in ("smooth", "plateau")
-                right = calm and line["last"] < other + 0.1
+                right = calm and line["last"] < other + 0.05
+                if calm and not right:
+                    yield (
+                        words,
+                        "yes",
+                        ours,
+                        "holds in part (one seed): no spike, but a higher loss",
+                    )
+                    continue
             yield words, "yes", ours, held(right)
         else:
             yield words, "yes", "", missing

@@ -89,58 +89,82 @@ def core_hours(*studies):
 
 def modes():
     """The verdicts of runs/judge.py, and what the models look like inside."""
-    trained, rows = judged()[0], [*map(judge.cells, compared())]
-    if not rows:
+    trained, found = judged()[0], by_difference()
+    if not found:
         return None
     head = ("mode", "norm growth", "angle to embedding (degrees)", "attention to the first token")
     head += ("largest feature / rms",)
     firsts = {mode: lines[1.0][0] for mode, (_, lines) in trained.items()}
+    cost = at_half_the_rate()
     inside = [(mode, *inside_cells(line)) for mode, line in firsts.items() if "depth" in line]
     return {
         "seeds": judge.seeds,
         "tune_tokens": judge.TUNE_TOKENS,
         "hours": math.floor(core_hours("judge", "lead")),
-        "half_rate": at_half_the_rate(),
-        "verdicts": table(judge.HEAD, rows),
+        "half_rate": f": half its learning rate costs pre-norm {cost}" if cost else "",
+        "more_mhc": params_of("mhc") / params_of(judge.baseline) - 1,
+        "more_nag": params_of("nag") / params_of(judge.baseline) - 1,
+        "verdicts": table(judge.HEAD, [baseline_cells(), *map(judge.cells, found)]),
         "tuning": tuning(trained),
         "inside": table(head, inside),
     }
 
 
+def by_difference(optimizer="muon"):
+    """What judge.compare returns, from the best mode at equal steps to the worst."""
+    return sorted(compared(optimizer), key=lambda each: each["steps"] or (math.inf, 0))
+
+
+def baseline_cells(optimizer="muon"):
+    """The baseline's row in a table of verdicts."""
+    choice, lines = judged(optimizer)[0][judge.baseline]
+    own = {"mode": judge.baseline, "params": lines[1.0][0]["params"], "choice": choice}
+    own |= {"loss": mean_of(lines[1.0], "loss"), "steps": (0.0, 0.0), "ratio": 1.0}
+    mode, params, loss, *_, tuned = judge.cells(own | {"times": [], "diverged": None})
+    return [mode, params, loss, "", "the baseline", "1.00", "", "", tuned]
+
+
+def params_of(mode):
+    """The number of parameters of a judged mode."""
+    return judged()[0][mode][1][1.0][0]["params"]
+
+
 def at_half_the_rate():
-    """What half its tuned learning rate costs pre-norm, in words, if that was trained."""
+    """What half its tuned learning rate costs pre-norm, as text; "" if that was not trained."""
     choice, lines = judged()[0][judge.baseline]
     slower = judge.with_rate(choice, choice["learning_rate"] / 2)
     of_seed = partial(judge.settings, scale_of("muon"), judge.baseline, slower)
     lines_at_half = find("judge", [of_seed(seed) for seed in range(1, judge.seeds + 1)])
     if None in lines_at_half or not (gap := gap_of(lines_at_half, lines[1.0])):
         return ""
-    return f": half its learning rate costs pre-norm {plus_minus(gap)}"
+    return plus_minus(gap)
 
 
 def with_adamw():
     """The verdicts with AdamW."""
-    rows = [*map(judge.cells, compared("adamw"))]
-    if not rows:
+    found = by_difference("adamw")
+    if not found:
         return None
-    found = {"verdicts": table(judge.HEAD, rows), "tuning": tuning(judged("adamw")[0], "adamw")}
-    return found | {"seeds": SEEDS["adamw"]}
+    rows = [baseline_cells("adamw"), *map(judge.cells, found)]
+    tried = tuning(judged("adamw")[0], "adamw")
+    return {"verdicts": table(judge.HEAD, rows), "tuning": tried, "seeds": SEEDS["adamw"]}
 
 
 def tuning(trained, optimizer="muon"):
-    """A table of the losses of all learning rates that were tried, on the tuning half."""
+    """A table of the losses of all learning rates that were tried at full length."""
     losses, scale = defaultdict(dict), scale_of(optimizer)
     for line in study.finished("judge").values():
         full = study.DEFAULTS | line["settings"]
-        mode = full["residual"]
-        if full["seed"] == 0 and mode in trained and judge.is_of(full, scale, mode):
-            at = losses[mode, full["max_iters"]]
-            rate = full["learning_rate"]
-            at[rate] = min(judge.losses([line])[0], at.get(rate, math.inf))
+        mode, rate = full["residual"], full["learning_rate"]
+        tunes = full["seed"] == 0 and full["max_iters"] == scale["max_iters"]
+        if tunes and mode in trained and judge.is_of(full, scale, mode):
+            known = losses[mode].get(rate, math.inf)
+            losses[mode][rate] = min(judge.losses([line])[0], known)
     rates = sorted({rate for at in losses.values() for rate in at})
-    rows = ((mode, f"{steps:,}", *(f"{at[rate]:.4f}" if rate in at else "" for rate in rates))
-            for (mode, steps), at in sorted(losses.items()))  # fmt: skip
-    return table(("mode", "steps", *(f"rate {rate:g}" for rate in rates)), rows)
+    shown = lambda loss: "diverged" if loss == math.inf else f"{loss:.4f}"
+    rows = ((mode, *(shown(at[rate]) if rate in at else "" for rate in rates))
+            for mode, at in sorted(losses.items()))  # fmt: skip
+    return table(("mode", *(f"rate {rate:g}" for rate in rates)), rows)
 
 
 def inside_cells(line):
@@ -231,8 +255,8 @@ def gates():
         row = (f"{statistics.mean(a):.3f}", f"{min(a):.3f}", f"{max(a):.3f}")
         floor = statistics.mean(each["floor"] for each in of)
         rows.append((f"{steps:,}", *row, f"{floor:.1%}", max(each["dead"] for each in of)))
-    head = ("steps", "mean", "smallest sublayer", "largest", f"share below {DEAD}")
-    head += ("sublayers whose mean is below it",)
+    head = ("steps", "mean", "lowest mean of a sublayer", "highest", f"share below {DEAD}")
+    head += (f"most sublayers with a mean below {DEAD}",)
     return {"table": table(head, rows)} if len(rows) > 1 else None
 
 
@@ -302,7 +326,7 @@ def first_seed(mode):
 
 def oracle():
     """How well scores predict what skipping a sublayer costs, from runs/oracle.py."""
-    rows, commands, trained = [], [], judged()[0]
+    rows, commands, rises, lowest, trained = [], [], [], [], judged()[0]
     for path in sorted(RESULTS.glob("oracle_*.json")):
         found, mode = json.loads(path.read_text()), path.stem.removeprefix("oracle_")
         if mode not in trained:
@@ -311,16 +335,18 @@ def oracle():
         where = f"--out_dir=out/{mode} --oracle_tokens={found['tokens']} --rate={rate}"
         commands += [first_seed(mode), f"python runs/oracle.py {where}"]
         commands += [f"cp out/{mode}/oracle.json {path.relative_to(ROOT)}"]
-        *others, _ = sorted(found["rise"])
-        rises = f"{statistics.mean(found['rise']):.4f}", f"{statistics.mean(others):.4f}"
+        mean, (*others, _) = statistics.mean(found["rise"]), sorted(found["rise"])
+        rises.append(f"{mode} {mean:.3f} ({statistics.mean(others):.3f})")
+        by_chance = statistics.mean(found["scores"]["random"]["regret"])
+        lowest.append(f"{mode} about {mean - by_chance:.2f}")
         for score, fits in found["scores"].items():
             means = [statistics.mean(fits[key]) for key in ("rank correlation", "regret")]
-            rows.append((mode, score, *(f"{x:+.4f}" for x in means), *rises))
+            rows.append((mode, score, *(f"{x:+.3f}" for x in means)))
     if not rows:
         return None
-    head = ("mode", "score", "rank correlation", "regret", "mean rise of all tokens")
-    head += ("without the sublayer of the largest rise",)
-    return {"rate": rate, "commands": "\n".join(commands), "table": table(head, rows)}
+    found = {"rate": rate, "rises": ", ".join(rises), "lowest": ", ".join(lowest)}
+    found |= {"commands": "\n".join(commands)}
+    return found | {"table": table(("mode", "score", "rank correlation", "regret"), rows)}
 
 
 def variance():
@@ -397,14 +423,17 @@ def default_run():
 
 
 def side_by_side(path):
-    """A side-by-side run: (loss, steps, seconds) of the peer's best rate and of ours, and (loss of
-    ours at the peer's time, difference)."""
+    """A side-by-side run: (loss, steps, seconds) of the peer's best rate and of ours, and the
+    seconds that ours takes to the peer's loss."""
     text = path.read_text()
     run = r"(\S+) after (\d+) steps, (\d+) s"
     peers = re.findall(rf"^\w+ at \S+: {run}", text, re.M)
     ours = re.search(rf"^ours: {run}", text, re.M).groups()
-    met = re.search(r"ours (\S+), difference (\S+)", text).groups()
-    return min(peers, key=lambda peer: float(peer[0])), ours, met
+    return (
+        min(peers, key=lambda peer: float(peer[0])),
+        ours,
+        re.search(r"ours after (\d+) s", text)[1],
+    )
 
 
 @cache
@@ -417,9 +446,11 @@ def the_recipe():
     rows = []
     for path in sorted(SPEED.glob("nanochat_*.txt")):
         shape = path.stem.removeprefix("nanochat_").replace("x", " x ")
-        *runs, met = side_by_side(path)
-        rows.append((shape, *(f"{loss} after {n} steps, {s} s" for loss, n, s in runs), *met))
-    head = ("blocks x width", "nanochat", "ours", "our loss at nanochat's time", "difference")
+        *runs, passed = side_by_side(path)
+        rows.append(
+            (shape, *(f"{loss} after {n} steps, {s} s" for loss, n, s in runs), f"{passed} s")
+        )
+    head = ("blocks x width", "nanochat", "ours", "ours reaches nanochat's loss in")
     parts = map(recipe.cells, recipe_rows())
     return {
         "last": records[-1]["val_loss"],
@@ -429,6 +460,7 @@ def the_recipe():
         "curve": ", ".join(f"{at['step']:,}: {at['val_loss']:.2f}" for at in records),
         "nanochat": table(head, rows),
         "part_steps": recipe.COMMON["max_iters"],
+        "rate": study.DEFAULTS["learning_rate"],
         "seeds": len(recipe.SEEDS),
         "tokens": recipe.COMMON["eval_tokens"],
         "table": table(recipe.HEAD, parts),
@@ -480,18 +512,6 @@ class Cells(dict):
 def earlier():
     e = Earlier()
     return {"mean": Cells(e.mean), "gap": Cells(e.gap), "range": Cells(e.range_over_rates)}
-
-
-def one_seed_runs():
-    e = Earlier()
-    rows = []
-    lines = [line for line in e.lines if line["study"] == "rivals"]
-    rates = (0.004, 0.008, 0.016)
-    for mode in dict.fromkeys(line["variant"] for line in lines):
-        by_rate = {line["learning_rate"]: line["loss"] for line in lines if line["variant"] == mode}
-        if by_rate.keys() >= set(rates):
-            rows.append((mode, *(f"{by_rate[rate]:.3f}" for rate in rates)))
-    return {"table": table(("mode", *(f"rate {rate:g}" for rate in rates)), rows)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -585,13 +605,34 @@ def cost_growth():
     return {"table": table(head, rows)}
 
 
+RATIOS = {  # column: [(file, its part)]
+    "8 x 128": [("rivals_8x128_cpu", "train")],
+    "12 x 512": [("rivals_12x512_cpu", "train"), ("streams_12x512_cpu", "train")],
+    "12 x 512, context 512": [("train_12x512_cpu", "train")],
+    "forward, 1B block": [("forward_1b_cpu", "forward")],
+}
+
+
+def ratios():
+    """{column: {mode: (low end, time over pre-norm's, high end)}}"""
+    found = {"8 x 64": judged()[1]}
+    for column, files in RATIOS.items():
+        of = [json.loads((SPEED / f"{name}.json").read_text())[part] for name, part in files]
+        found[column] = {mode: row["ratio"] for each in of for mode, row in each.items()}
+    return found
+
+
 def speed():
-    """{file: its tables} of results/speed."""
+    """{file: its tables} of results/speed, and a table of the ratios of all modes."""
     found = {path.stem: "\n".join(printed(path)) for path in SPEED.glob("*.txt")}
     for path in SPEED.glob("*.json"):
         rows = bench_rows(json.loads(path.read_text()))
         found[path.stem] = table(("candidate", "time", "ratio"), rows)
-    return found
+    by_column = ratios()
+    shown = lambda ratio: "{1:.2f} ({0:.2f} - {2:.2f})".format(*ratio) if ratio else ""
+    rows = [(mode, *(shown(of.get(mode)) for of in by_column.values()))
+            for mode in ("prenorm again", *RESIDUALS) if mode != judge.baseline]  # fmt: skip
+    return found | {"ratios": table(("mode", *by_column), rows)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -692,14 +733,10 @@ START, END = "<!-- written by runs/report.py -->\n", "<!-- end -->"
 
 
 def default_values():
-    """The default run beside nanochat's model, and what the two largest parts are worth."""
+    """The default run beside nanochat's model."""
     records, _, whole = default_run()
-    path = SPEED / "nanochat_8x128.txt"
-    theirs, _, seconds = side_by_side(path)[0]
-    passed = re.search(r"ours after (\d+) s", path.read_text())[1]
-    parts = {row["name"]: row["steps"] for row in recipe_rows()}
+    (theirs, _, seconds), _, passed = side_by_side(SPEED / "nanochat_8x128.txt")
     found = {"theirs": float(theirs), "seconds": seconds, "passed": passed}
-    found |= {"adamw": parts["AdamW, one rate"][0], "embeds": parts["no value embeddings"][0]}
     return found | {"last": records[-1]["val_loss"], "whole": whole}
 
 
@@ -717,6 +754,9 @@ def verdict_values():
         "at_steps": by_word((mode, at_steps[1]) for mode, at_steps, _ in rows),
         "at_time": by_word((mode, at_time[1]) for mode, _, at_time in rows),
         "lead": "".join(lead_in_words(mode) for mode in lead_points("tokens")),
+        "narrow": judged()[1]["mhc"][1],
+        "wide": ratios()["12 x 512"]["mhc"][1],
+        "half_rate": at_half_the_rate(),
     }
 
 
@@ -745,8 +785,7 @@ def verdicts_at(points, where, unit):
 def mixture_values():
     """What skipping 40% of the sublayers costs NAG, with three routers, and having fewer blocks."""
     names = {"own": "NAG's router 0.4", "learned": "learned router 0.4"}
-    names |= {"random": "random router 0.4"}
-    names |= {"six": "nag with 6 blocks", "five": "nag with 5 blocks"}
+    names |= {"random": "random router 0.4", "five": "nag with 5 blocks"}
     found, dense = mixture_lines(), mixture_lines().get("nag")
     lines = {key: found.get(name) for key, name in names.items()}
     if not dense or None in lines.values():
@@ -756,7 +795,7 @@ def mixture_values():
         return None
     part = lambda key: mean_of(lines[key], "flops") / mean_of(dense, "flops")
     values = {key: plus_minus(gap) for key, gap in gaps.items()}
-    values |= {f"flops_{key}": part(key) for key in ("own", "six", "five")}
+    values |= {f"flops_{key}": part(key) for key in ("own", "five")}
     return values | {"seeds": len(lead.SEEDS)}
 
 
@@ -771,13 +810,23 @@ def by_word(pairs):
     return ", ".join([named, *counts])
 
 
+def summary():
+    """What the verdicts say, for the top of RESULTS.md."""
+    found = verdict_values()
+    if found is None:
+        return None
+    better = [each for each in by_difference() if judge.words(each)[0][1] == "better"]
+    named = ", ".join(f"`{each['mode']}` {plus_minus(each['steps'])}" for each in better)
+    return found | {"better": named or "none"}
+
+
 def readme_verdicts():
-    """{mode: its verdict for README's table of modes}"""
-    found = {judge.baseline: "the baseline"} if judged()[0] else {}
+    """{mode: its cells (at equal steps, at equal time) in README's table of modes}"""
+    found = {judge.baseline: ("the baseline", "")} if judged()[0] else {}
     for each in compared():
         (difference, word), (_, at_time) = judge.words(each)
-        whole = f"{difference} ({word}); at equal time {at_time or 'no verdict'}"
-        found[each["mode"]] = each["diverged"] or whole
+        cells = (f"{difference} ({word})", at_time or "no verdict")
+        found[each["mode"]] = (each["diverged"], "") if each["diverged"] else cells
     return found
 
 
@@ -788,6 +837,7 @@ SECTIONS = {
     "README: found so far": verdict_values,
     "README: mixtures of depths": mixture_values,
     "README: the default recipe": default_values,
+    "Summary": summary,
     "The modes": modes,
     "With AdamW": with_adamw,
     "Shorter and longer training": lead_by_tokens,
@@ -801,10 +851,9 @@ SECTIONS = {
     "Classrooms": classrooms,
     "Stacks of MLPs": stacks,
     "Initialisations": walks,
-    "A transformer without its skip connection": transformers,
+    "A transformer without the line x = x + output": transformers,
     "Published claims": published,
     "The default recipe": the_recipe,
-    "Most modes at three rates": one_seed_runs,
     "Earlier, shorter runs": earlier,
     "Conversion": conversion,
     "An imported model, by depth": imported,
@@ -853,8 +902,9 @@ def readme(text):
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
     found = readme_verdicts()
-    row = r"^(\|.*\| `(\w+)` \|.*\|)[^|]*\|$"
-    verdict = lambda match: f"{match[1]} {found.get(match[2], 'not judged yet')} |"
+    row = r"^(\|.*\| `(\w+)` \|.*\|)[^|]*\|[^|]*\|$"
+    cells = lambda mode: " | ".join(found.get(mode, ("not judged yet", "")))
+    verdict = lambda match: f"{match[1]} {cells(match[2])} |"
     return before + START + first_page() + END + re.sub(row, verdict, after, flags=re.M)
 
 
