@@ -243,14 +243,15 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
     changes, axis, values, around = lead.selected(lead.PLANS["tokens"])
     assert list(changes) == ["prenorm", "nag", "bhyt"] and values == [1000, 8000]
     runs = lead.runs_of(changes, axis, values, around, study.run)
-    found = {(name, value): rest for name, value, *rest in lead.rows(runs, changes, study.run)}
+    lines = {at: study.run("lead", of_seeds) for at, of_seeds in runs.items()}
+    found = {(name, value): rest for name, value, *rest in lead.rows(lines, changes)}
     differences = [-0.1 + 0.001 * seed**2 for seed in lead.SEEDS]
     mean, half = study.paired(differences, [0.0] * 3)
     assert found["nag", 8000][1] == pytest.approx((mean, half))
     assert found["bhyt", 1000][1] == pytest.approx((-0.05, 0.0))
 
-    more = lead.runs_of(changes, axis, [1000, 16000], around, study.run)
-    assert {value for _, value, *_ in lead.rows(more, changes, study.find)} == {1000}
+    del lines["prenorm", 8000]  # without its base, a row is left out
+    assert {value for _, value, *_ in lead.rows(lines, changes)} == {1000}
     monkeypatch.setattr(lead, "names", "nanorm")
     with pytest.raises(SystemExit, match="nanorm: choose from prenorm, nag"):
         lead.selected(lead.PLANS["tokens"])
@@ -328,7 +329,8 @@ def test_a_mixture_of_depths_has_a_row_as_soon_as_its_seeds_have_finished(monkey
         found[f"{router} router 0.4"] = lines
     found["random router 0.4"] = [line | {"loss": None}] * 3
     found |= {f"nag with {n} blocks": found["nag"] for n in (5, 6)}
-    monkeypatch.setattr(report, "mixture_lines", lambda: found)
+    at_4_mb = lambda what: {(name, 4000): lines for name, lines in found.items()}
+    monkeypatch.setattr(report, "lead_lines", at_4_mb)
     rows = report.mixtures()["table"].splitlines()[2:]
     assert rows[0] == "| NAG's router 0.4 | 40.0% | 0.60 | 1.1100 | +0.0100 ± 0.0000 | worse |"
     assert rows[2].split(" | ")[-1] == "diverged |"

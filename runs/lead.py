@@ -2,15 +2,15 @@
 How does the difference from pre-norm change with more tokens or blocks? Which parts of NAG matter?
 What does a mixture of depths cost?
 
-    python runs/lead.py --what=tokens    8 blocks of width 64, 1 to 16 MB (4 MB: the judge's runs)
-    python runs/lead.py --what=blocks    4 to 64 blocks of width 64, 4 MB (8: the judge's runs)
+    python runs/lead.py --what=tokens    8 blocks of width 64, 1 to 16 MB
+    python runs/lead.py --what=blocks    4 to 64 blocks of width 64, 4 MB
     python runs/lead.py --what=nag       NAG with one part changed, 4 MB
     python runs/lead.py --what=bhyt      BHyT with other initial lambdas and gains, 4 MB
     python runs/lead.py --what=mod       NAG with mixtures of depths and with fewer blocks, 4 MB
     python runs/lead.py --what=tokens --names=nag --values=1000,8000    a part of it
 
 Each mode uses the settings that runs/judge.py found for it, or is tuned first if it was not judged.
-At each length and depth, the learning rate is tuned again with seed 0. Runs of more than 8,000
+At other lengths and depths, the learning rate is tuned again with seed 0. Runs of more than 8,000
 steps use the rate that is best at 8,000, models with more than 16 blocks that with 16. Each length
 is a separate run with its own schedule. Differences are from pre-norm, or from the mode that is
 changed; they are paired by seed, with 95% intervals. Finished runs are in results/lead.jsonl, and
@@ -34,7 +34,7 @@ values: str | None = None  # only these steps or numbers of blocks, in this orde
 
 SEEDS = (11, 12, 13)  # new: judge.py tuned on 0 and judged on 1, 2, ...
 NAG = {
-    "gates at a quarter of the rate": {"gate_lr": 0.25},  # times the learning rate
+    "gates at a quarter of the rate": {"gate_lr": 0.25},
     "gates at four times the rate": {"gate_lr": 4.0},
     "alpha starts at 1 / l": {"nag_alpha_power": 1.0},
     "not orthogonal": {"nag_orthogonal": False},
@@ -69,12 +69,14 @@ def mixtures(rate):
 FEWER = {f"nag with {n} blocks": {"n_layer": n} for n in (6, 5)}
 AROUND = (0.5, 1.0, 2.0)  # learning rates to try, as multiples of the judge's
 LARGEST = {"max_iters": 8000, "n_layer": 16}  # of runs that tune
+HALF = {"prenorm at half the rate": {"residual": "prenorm", "learning_rate": 0.5}}
 # A plan: ({name: its changes}, the setting that varies, its values, learning rates to try).
-# None: the name is a mode. Changes without a "residual" are changes of NAG.
+# None: the name is a mode. Changes without a "residual" are changes of NAG; learning_rate and
+# gate_lr are multiples of the tuned learning rate.
 PLANS = {
-    "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "attnres", "mhc")),
-               "max_iters", (1000, 2000, 8000, 16000), AROUND),
-    "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 16, 32, 64), AROUND),
+    "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "attnres", "mhc")) | HALF,
+               "max_iters", (1000, 2000, 4000, 8000, 16000), AROUND),
+    "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 8, 16, 32, 64), AROUND),
     "nag": ({"nag": None} | NAG, "max_iters", (4000,), (1.0,)),
     "bhyt": ({"bhyt": None} | BHYT, "max_iters", (4000,), (1.0,)),
     "mod": ({"nag": None, "prenorm": None} | FEWER | mixtures(0.2) | mixtures(0.4),
@@ -98,14 +100,13 @@ def tuned(name, change, scale, rates_around, lines_of):
     """Settings of a mode, or of one with a change, with the best learning rate at this scale."""
     mode = name if change is None else change.get("residual", "nag")
     chosen = judge.tune(scale_of_judge(), mode, partial(lines_of, "judge"))
-    chosen |= change or {}
-    if change and "gate_lr" in change:
-        chosen["gate_lr"] = change["gate_lr"] * chosen["learning_rate"]
     rates = [chosen["learning_rate"] * times for times in rates_around]
-    if len(rates) > 1:
+    if len(rates) > 1 and scale != scale_of_judge():
         smaller = scale | {key: min(scale[key], most) for key, most in LARGEST.items()}
         chosen = judge.best_rate(smaller, mode, chosen, rates, partial(lines_of, "lead"), 1.0)
-    return {"residual": mode} | chosen
+    change, rate = change or {}, chosen["learning_rate"]
+    multiples = {key: change[key] * rate for key in ("learning_rate", "gate_lr") if key in change}
+    return {"residual": mode} | chosen | change | multiples
 
 
 def selected(plan):
@@ -135,18 +136,15 @@ def runs_of(changes, axis, values, rates_around, lines_of):
         return dict(zip(pairs, pool.map(runs_at, pairs)))
 
 
-def rows(runs, changes, lines_of):
-    """(name, value, mean loss, paired difference from its base) of all that has finished.
+def rows(lines, changes):
+    """(name, value, mean loss, paired difference from its base) for lines {(name, value): [...]}.
 
     The last two are None if a run diverged.
     """
-    lines = iter(lines_of("lead", [each for of_seeds in runs.values() for each in of_seeds]))
-    found = {at: [next(lines) for _ in SEEDS] for at in runs}
-    found = {at: of_seeds for at, of_seeds in found.items() if None not in of_seeds}
-    for (name, value), ours in found.items():
+    for (name, value), ours in lines.items():
         base = base_of(changes, name)
-        if name != base and (base, value) in found:
-            gap = gap_of(ours, found[base, value])
+        if name != base and (base, value) in lines:
+            gap = gap_of(ours, lines[base, value])
             mean = gap and statistics.mean(line["loss"] for line in ours)
             yield name, value, mean, gap
 
@@ -157,8 +155,10 @@ def main():
         raise SystemExit(f"what={what!r}: choose from {', '.join(PLANS)}")
     changes, *rest = selected(PLANS[what])
     runs = runs_of(changes, *rest, study.run)
+    found = iter(study.run("lead", [each for of_seeds in runs.values() for each in of_seeds]))
+    lines = {at: [next(found) for _ in SEEDS] for at in runs}
     width = max(map(len, changes))
-    for name, value, loss, gap in rows(runs, changes, study.run):
+    for name, value, loss, gap in rows(lines, changes):
         result = (
             f"{loss:.4f} {plus_minus(gap)} from {base_of(changes, name)}" if gap else "diverged"
         )

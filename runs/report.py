@@ -15,7 +15,7 @@ import textwrap
 from collections import defaultdict
 from contextlib import suppress
 from functools import cache, partial
-from itertools import groupby
+from itertools import groupby, product
 
 import claims
 import classroom
@@ -176,38 +176,37 @@ def inside_cells(line):
     yield f"{max(depth['max/rms']):.1f}"
 
 
-def lead_runs(what):
-    """{(name, value): the settings of its seeds} of all in runs/lead.py that is tuned."""
+@cache
+def lead_lines(what):
+    """{(name, value): the lines of its seeds} of what has finished of a plan of runs/lead.py."""
     changes, axis, values, rates_around = lead.PLANS[what]
-    runs = {}
-    for name, change in changes.items():
-        for value in values:
-            with suppress(NotFinished):
-                runs |= lead.runs_of({name: change}, axis, [value], rates_around, must_find)
-    return runs
+    found = {}
+    for name, value in product(changes, values):
+        with suppress(NotFinished):
+            runs = lead.runs_of({name: changes[name]}, axis, [value], rates_around, must_find)
+            found[name, value] = must_find("lead", runs[name, value])
+    return found
 
 
 @cache
 def lead_points(what):
-    """{mode: [(value, difference at equal steps, differences at equal time)]} for several numbers
-    of steps (tokens) or of blocks: from runs/lead.py, and from the judge at its own scale. The last
-    has one difference for each end of the time ratio and its median, or is empty.
+    """{mode: [(value, differences at equal steps, differences at equal time)]} for several numbers
+    of steps (tokens) or of blocks. At equal steps: from pre-norm with its tuned rate, and from
+    pre-norm at half of it, if that was trained. At equal time: what at_equal_time returns.
     """
-    axis, points, found = lead.PLANS[what][1], defaultdict(list), {}
-    for at, runs in lead_runs(what).items():
-        with suppress(NotFinished):
-            found[at] = judge.losses(must_find("lead", runs))
-    found = {at: losses for at, losses in found.items() if math.inf not in losses}
-    theirs = {value: losses for (mode, value), losses in found.items() if mode == judge.baseline}
-    for (mode, value), ours in found.items():
-        if mode != judge.baseline and value in theirs:
-            at_time = at_equal_time(mode, value, ours, theirs) if axis == "max_iters" else []
-            points[mode].append((value, paired(ours, theirs[value]), at_time))
-    for each in compared():
-        if each["mode"] in points and each["steps"]:
-            own = lead.scale_of_judge()[axis]
-            points[each["mode"]].append((own, each["steps"], each["times"]))
-    return {mode: sorted(of) for mode, of in points.items()}
+    lines, points = lead_lines(what), defaultdict(list)
+    changes, axis, *_ = lead.PLANS[what]
+    theirs = {value: judge.losses(of) for (name, value), of in lines.items()
+              if name == judge.baseline and None not in judge.losses(of)}  # fmt: skip
+    for name, value, _, gap in lead.rows(lines, changes):
+        if gap and changes[name] is None:
+            ours, (half,) = lines[name, value], lead.HALF
+            gaps = [gap, gap_of(ours, lines[half, value])] if (half, value) in lines else [gap]
+            at_time = []
+            if axis == "max_iters":
+                at_time = at_equal_time(name, value, judge.losses(ours), theirs)
+            points[name].append((value, gaps, at_time))
+    return points
 
 
 def at_equal_time(mode, steps, ours, theirs):
@@ -230,27 +229,25 @@ def lead_by_tokens():
     """How the lead of each mode changes with tokens."""
     rows = []
     for mode, of in lead_points("tokens").items():
-        for steps, gap, at_time in of:
+        for steps, gaps, at_time in of:
             size = f"{steps * per_parameter():.1f}"
+            half = plus_minus(gaps[1]) if len(gaps) > 1 else ""
             timed = (plus_minus(at_time[1]), judge.verdict(at_time)) if at_time else ("", "")
-            rows.append((mode, f"{steps:,}", size, plus_minus(gap), judge.verdict([gap]), *timed))
-    head = ("mode", "steps", "bytes per parameter", "difference at equal steps", "verdict")
+            untimed = (mode, f"{steps:,}", size, plus_minus(gaps[0]), half, judge.verdict(gaps))
+            rows.append((*untimed, *timed))
+    head = ("mode", "steps", "bytes per parameter", "difference at equal steps")
+    head += ("from pre-norm at half its rate", "verdict on both")
     head += ("difference at equal time", "verdict at equal time")
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
 
 
 def gates():
     """How far NAG's sublayers turn the stream at the end of shorter and longer runs."""
-    runs = {steps: each for (mode, steps), each in lead_runs("tokens").items() if mode == "nag"}
-    found = {}
-    for steps, each in runs.items():
-        with suppress(NotFinished):
-            found[steps] = must_find("lead", each)
-    if "nag" in judged()[0]:
-        found[lead.scale_of_judge()["max_iters"]] = judged()[0]["nag"][1][1.0]
     rows = []
-    for steps, lines in sorted(found.items()):
+    for (mode, steps), lines in lead_lines("tokens").items():
         of = [line["gates"] for line in lines if line["gates"]]
+        if mode != "nag" or not of:
+            continue
         a = [statistics.mean(sublayer) for sublayer in zip(*(each["a"] for each in of))]
         row = (f"{statistics.mean(a):.3f}", f"{min(a):.3f}", f"{max(a):.3f}")
         floor = statistics.mean(each["floor"] for each in of)
@@ -262,49 +259,42 @@ def gates():
 
 def lead_by_blocks():
     """How the lead of each mode changes with depth."""
-    rows = []
-    for mode, of in lead_points("blocks").items():
-        for blocks, gap, _ in of:
-            rows.append((mode, blocks, plus_minus(gap), judge.verdict([gap])))
+    rows = [(mode, blocks, plus_minus(gaps[0]), judge.verdict(gaps))
+            for mode, of in lead_points("blocks").items() for blocks, gaps, _ in of]  # fmt: skip
     head = ("mode", "blocks", "difference at equal steps", "verdict")
-    return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
+    known = len({blocks for _, blocks, *_ in rows}) > 1
+    return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if known else None
 
 
 def one_change(what):
     """A mode with one part changed, beside the unchanged mode."""
     rows, changes = [], lead.PLANS[what][0]
-    for name, _, loss, gap in lead.rows(lead_runs(what), changes, find):
+    for name, _, loss, gap in lead.rows(lead_lines(what), changes):
         known = (f"{loss:.4f}", plus_minus(gap), judge.verdict([gap])) if gap else ("", "diverged")
         rows.append((name, *known))
     head = ("change", "loss", f"difference from {next(iter(changes))}", "verdict")
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
 
 
-@cache
 def mixture_lines():
     """{name: the lines of its seeds} of what has finished of runs/lead.py --what=mod."""
-    found = {}
-    for (name, _), runs in lead_runs("mod").items():
-        with suppress(NotFinished):
-            found[name] = must_find("lead", runs)
-    return found
+    return {name: lines for (name, _), lines in lead_lines("mod").items()}
 
 
 def mixtures():
     """Mixtures of depths, and NAG with fewer blocks, beside the same model without skipping."""
     found, rows, changes = mixture_lines(), [], lead.PLANS["mod"][0]
-    for name, lines in found.items():
-        dense = found.get(lead.base_of(changes, name))
-        if changes[name] is None or not dense:
+    for name, _, loss, gap in lead.rows(lead_lines("mod"), changes):
+        lines, dense = found[name], found[lead.base_of(changes, name)]
+        if changes[name] is None:
             continue
-        gap = gap_of(lines, dense)
         if not gap:
             rows.append((name, "", "", "", "", "diverged"))
             continue
         skipped = f"{mean_of(lines, 'skipped'):.1%}" if "router" in name else ""
         flops = f"{mean_of(lines, 'flops') / mean_of(dense, 'flops'):.2f}"
-        loss = f"{mean_of(lines, 'loss'):.4f}"
-        rows.append((name, skipped, flops, loss, plus_minus(gap), judge.verdict([gap])))
+        gaps = (plus_minus(gap), judge.verdict([gap]))
+        rows.append((name, skipped, flops, f"{loss:.4f}", *gaps))
     head = ("model", "skip in evaluation", "FLOPs", "loss", "difference", "verdict")
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
 
@@ -641,7 +631,8 @@ def speed():
 
 def modes_figure(path):
     """The verdicts of all judged modes; beside them, if measured, the lead against tokens."""
-    shown, by_tokens, by_blocks = compared(), lead_points("tokens"), lead_points("blocks")
+    shown, by_tokens = compared(), lead_points("tokens")
+    by_blocks = lead_points("blocks") if lead_by_blocks() else {}
     beside = bool(by_tokens) + bool(by_blocks)
     rows = max(1, beside)
     size = dict(figsize=(9 if beside else 6, judge.height(shown)), layout="constrained")
@@ -665,14 +656,14 @@ def against(axes, points, unit, form, xlabel):
     """
     values = sorted({value for of in points.values() for value, *_ in of})
     for i, (mode, of) in enumerate(points.items()):
-        differences, halves = zip(*(gap for _, gap, _ in of))
+        differences, halves = zip(*(gaps[0] for _, gaps, _ in of))
         x = [value * unit * 1.03**i for value, *_ in of]
         axes.errorbar(x, differences, yerr=halves, fmt="o-", ms=4, capsize=2, label=mode)
     axes.axhline(0, color="0.7", lw=1)
     axes.set(xscale="log", xlabel=xlabel)
     axes.set_xticks([value * unit for value in values], [form.format(v * unit) for v in values])
     axes.set_xticks([], minor=True)
-    largest = max(abs(difference) for of in points.values() for _, (difference, _), _ in of)
+    largest = max(abs(gaps[0][0]) for of in points.values() for _, gaps, _ in of)
     axes.set(ylabel="loss minus pre-norm's, at equal steps")
     axes.set(ylim=(-2 * largest, 2 * largest))  # may cut intervals
     axes.legend(fontsize=8)
@@ -775,7 +766,7 @@ def lead_in_words(mode):
 
 def verdicts_at(points, where, unit):
     """Verdicts, grouped: 'undecided after 2, better after 4 and 8'."""
-    pairs = [(judge.verdict([gap]), f"{value * unit:.0f}") for value, gap, _ in points]
+    pairs = [(judge.verdict(gaps), f"{value * unit:.0f}") for value, gaps, _ in points]
     groups = groupby(pairs, key=lambda pair: pair[0])
     return ", ".join(
         f"{word} {where.format(' and '.join(at for _, at in alike))}" for word, alike in groups
