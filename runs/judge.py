@@ -47,7 +47,7 @@ OWN = ("residual", "baseline", "seeds", "tune_share", "rehearse", "name")
 SCALE = str(ROOT / "config" / "judge_8x64.py")
 TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048 --log_interval=4"
 TOY += " --compile=False"
-RATES = (4e-3, 8e-3, 1.6e-2)
+AROUND = (0.5, 1.0, 2.0)  # learning rates to try first, as multiples of the scale's
 FACTORS = {  # multiples of a rate's default; each list is tried until one does not help
     "gate_lr": ((1 / 4, 1 / 16), (4, 16, 64)),
     "embed_lr": ((1 / 4, 1 / 16, 1 / 64),),
@@ -125,7 +125,8 @@ def tune(scale, mode, lines_of):
     and higher) and embed_lr (lower), as long as each step helps. Last, the learning rate again.
     """
     pick_best = partial(best, scale, mode, lines_of=lines_of)
-    chosen = best_rate(scale, mode, {}, RATES, lines_of)
+    usual = (study.DEFAULTS | scale)["learning_rate"]
+    chosen = best_rate(scale, mode, {}, [usual * times for times in AROUND], lines_of)
     starts = [chosen | {"init_out": start} for start in other_starts(scale, mode)]
     chosen = pick_best([chosen, *starts])
     for setting in FACTORS if has_gates(mode) else ("embed_lr",):
@@ -298,8 +299,7 @@ def plan(scale, modes, extra, ratios):
     It counts 10 tuning runs per mode and 3 at full length, and times a short run of the baseline.
     extra: {mode: its extra lengths}. ratios: {mode: interval of its time ratio}.
     """
-    usual = {"learning_rate": RATES[1]}
-    price = lambda mode, seed, length: study.cost(settings(scale, mode, usual, seed, length))
+    price = lambda mode, seed, length: study.cost(settings(scale, mode, {}, seed, length))
     if not done(scale, baseline):
         print(f"no runs of {baseline} for this scale, data and kind of machine: training it, too")
     cost = weighted = 0
@@ -309,7 +309,7 @@ def plan(scale, modes, extra, ratios):
         left = max(0, whole - done(scale, mode))
         cost += left
         weighted += left * ratios[mode][1]
-    one = settings(scale, baseline, usual, 1)
+    one = settings(scale, baseline, {}, 1)
     steps = weighted / study.cost(one | {"max_iters": 1})
     seconds = steps * study.probe(one) if steps else 0.0
     print(f"about {seconds / len(study.devices()) / 3600:.1f} hours", flush=True)
@@ -318,9 +318,17 @@ def plan(scale, modes, extra, ratios):
 
 def done(scale, mode):
     """The cost of the finished runs of a mode at this scale, on this data and kind of machine."""
-    here, lines = study.place(scale).items(), study.finished(name).values()
-    found = (study.DEFAULTS | line["settings"] for line in lines if here <= line.items())
-    return sum(study.cost(full) for full in found if is_of(full, scale, mode))
+    here = study.place(scale).items()
+    found = lines_of_mode(scale, mode)
+    return sum(study.cost(full) for full, line in found if here <= line.items())
+
+
+def lines_of_mode(scale, mode):
+    """(all settings, line) of each finished run of a mode at this scale."""
+    for line in study.finished(name).values():
+        full = study.DEFAULTS | line["settings"]
+        if is_of(full, scale, mode):
+            yield full, line
 
 
 def is_of(full, scale, mode):
@@ -345,6 +353,7 @@ def main():
         raise SystemExit(f"seeds={seeds}: give 2 to 10, for an interval")
 
     everyone = [baseline, *modes]
+    print("timing the steps of modes that are not timed yet, about half a minute each", flush=True)
     ratios = study.race(name, timed(scale, everyone))
     extra = dict.fromkeys(modes, ()) | {baseline: lengths(ratios)}
     progress = plan(scale, everyone, extra, ratios)

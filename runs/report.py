@@ -152,18 +152,16 @@ def with_adamw():
 
 def tuning(trained, optimizer="muon"):
     """A table of the losses of all learning rates that were tried at full length."""
-    losses, scale = defaultdict(dict), scale_of(optimizer)
-    for line in study.finished("judge").values():
-        full = study.DEFAULTS | line["settings"]
-        mode, rate = full["residual"], full["learning_rate"]
-        tunes = full["seed"] == 0 and full["max_iters"] == scale["max_iters"]
-        if tunes and mode in trained and judge.is_of(full, scale, mode):
-            known = losses[mode].get(rate, math.inf)
-            losses[mode][rate] = min(judge.losses([line])[0], known)
+    losses, scale = {mode: {} for mode in sorted(trained)}, scale_of(optimizer)
+    for mode, at in losses.items():
+        for full, line in judge.lines_of_mode(scale, mode):
+            if full["seed"] == 0 and full["max_iters"] == scale["max_iters"]:
+                rate = full["learning_rate"]
+                at[rate] = min(judge.losses([line])[0], at.get(rate, math.inf))
     rates = sorted({rate for at in losses.values() for rate in at})
     shown = lambda loss: "diverged" if loss == math.inf else f"{loss:.4f}"
     rows = ((mode, *(shown(at[rate]) if rate in at else "" for rate in rates))
-            for mode, at in sorted(losses.items()))  # fmt: skip
+            for mode, at in losses.items())  # fmt: skip
     return table(("mode", *(f"rate {rate:g}" for rate in rates)), rows)
 
 
@@ -281,6 +279,12 @@ def mixture_lines():
     return {name: lines for (name, _), lines in lead_lines("mod").items()}
 
 
+def dense_lines():
+    """{steps: the lines} of NAG without skipping."""
+    found = lead_lines("tokens").items()
+    return {steps: lines for (name, steps), lines in found if name == "nag" and steps >= 2000}
+
+
 def mixtures():
     """Mixtures of depths, and NAG with fewer blocks, beside the same model without skipping."""
     found, rows, changes = mixture_lines(), [], lead.PLANS["mod"][0]
@@ -289,13 +293,16 @@ def mixtures():
         if changes[name] is None:
             continue
         if not gap:
-            rows.append((name, "", "", "", "", "diverged"))
+            rows.append((name, "", "", "", "diverged", "", "", ""))
             continue
         skipped = f"{mean_of(lines, 'skipped'):.1%}" if "router" in name else ""
         flops = f"{mean_of(lines, 'flops') / mean_of(dense, 'flops'):.2f}"
+        at_flops = claims.at_flops(lines, dense_lines()) if dense is found.get("nag") else None
+        equal = (plus_minus(at_flops), judge.verdict([at_flops])) if at_flops else ("", "")
         gaps = (plus_minus(gap), judge.verdict([gap]))
-        rows.append((name, skipped, flops, f"{loss:.4f}", *gaps))
-    head = ("model", "skip in evaluation", "FLOPs", "loss", "difference", "verdict")
+        rows.append((name, skipped, flops, f"{loss:.4f}", *gaps, *equal))
+    head = ("model", "skip in evaluation", "FLOPs", "loss", "difference at equal steps", "verdict")
+    head += ("difference at equal FLOPs", "verdict at equal FLOPs")
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
 
 
@@ -397,7 +404,10 @@ def transformers():
 
 def published():
     """The published claims, with our measurements."""
-    return {"table": table(claims.HEAD, claims.rows(judged()[0], mixture_lines(), Earlier()))}
+    rows = claims.rows(judged()[0], mixture_lines(), dense_lines(), Earlier())
+    rates = (f"{m} {' and '.join(map(str, claims.insides(m)))}" for m in ("prenorm", "nag"))
+    limits = {"still": claims.STILL, "weak": claims.STRONG, "near": claims.NEAR}
+    return {"table": table(claims.HEAD, rows), "rates": ", ".join(rates)} | limits
 
 
 # ------------------------------------------------------------------------------------------------
