@@ -227,12 +227,11 @@ def depths(mixtures, dense, earlier):
     names = [name for name in ("NAG's router 0.2", "learned router 0.2") if name in at_equal_flops]
     if names:
         gaps = [at_equal_flops[name] for name in names]
-        worse = [sign(gap, 1) == "holds" for gap in gaps]
         yield (
             "At equal FLOPs, skipping 20 to 25% of the tokens is at least as good as full depth",
             "equal",
             ", ".join(f"{name} {plus_minus(gap)}" for name, gap in zip(names, gaps)),
-            "does not hold" if any(worse) else "holds",
+            all_of([sign(gap) for gap in gaps]),
         )
 
 

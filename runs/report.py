@@ -95,15 +95,13 @@ def modes():
     head = ("mode", "norm growth", "angle to embedding (degrees)", "attention to the first token")
     head += ("largest feature / rms",)
     firsts = {mode: lines[1.0][0] for mode, (_, lines) in trained.items()}
-    cost = at_half_the_rate()
     inside = [(mode, *inside_cells(line)) for mode, line in firsts.items() if "depth" in line]
     return {
         "seeds": judge.seeds,
         "tune_tokens": judge.TUNE_TOKENS,
         "hours": math.floor(core_hours("judge", "lead")),
-        "half_rate": f": half its learning rate costs pre-norm {cost}" if cost else "",
-        "more_mhc": params_of("mhc") / params_of(judge.baseline) - 1,
-        "more_nag": params_of("nag") / params_of(judge.baseline) - 1,
+        "half_rate": tuning_in_words(found),
+        "larger": larger_in_words(),
         "verdicts": table(judge.HEAD, [baseline_cells(), *map(judge.cells, found)]),
         "tuning": tuning(trained),
         "inside": table(head, inside),
@@ -124,20 +122,56 @@ def baseline_cells(optimizer="muon"):
     return [mode, params, loss, "", "the baseline", "1.00", "", "", tuned]
 
 
-def params_of(mode):
-    """The number of parameters of a judged mode."""
-    return judged()[0][mode][1][1.0][0]["params"]
+def tuning_in_words(found):
+    """What a badly tuned baseline changes, if that was measured."""
+    if (half := at_half_the_rate()) is None:
+        return ""
+    cost, turned = half
+    text = f" Half its learning rate costs pre-norm {plus_minus(cost)}; against that pre-norm, "
+    return (
+        text + f"{len(turned)} of {len(found)} verdicts at equal steps differ ({listed(turned)})."
+    )
+
+
+def larger_in_words():
+    """The modes with clearly more parameters than the baseline."""
+    counts = {mode: lines[1.0][0]["params"] for mode, (_, lines) in judged()[0].items()}
+    more = {mode: count / counts[judge.baseline] - 1 for mode, count in counts.items()}
+    shown = [f"`{mode}` has {share:.0%} more" for mode, share in more.items() if share > 0.02]
+    return f" The number of parameters is not equalised: {', '.join(shown)}." if shown else ""
+
+
+def listed(names):
+    """`a`, `b` and `c`"""
+    *others, last = [f"`{name}`" for name in names] or ["none"]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+@cache
+def slower_baseline():
+    """The lines of pre-norm at half its tuned learning rate, or None."""
+    choice = judged()[0][judge.baseline][0]
+    slower = judge.with_rate(choice, choice["learning_rate"] / 2)
+    of_seed = partial(judge.settings, scale_of("muon"), judge.baseline, slower)
+    lines = find("judge", [of_seed(seed) for seed in range(1, judge.seeds + 1)])
+    return None if None in lines + judge.losses(lines) else lines
 
 
 def at_half_the_rate():
-    """What half its tuned learning rate costs pre-norm, as text; "" if that was not trained."""
-    choice, lines = judged()[0][judge.baseline]
-    slower = judge.with_rate(choice, choice["learning_rate"] / 2)
-    of_seed = partial(judge.settings, scale_of("muon"), judge.baseline, slower)
-    lines_at_half = find("judge", [of_seed(seed) for seed in range(1, judge.seeds + 1)])
-    if None in lines_at_half or not (gap := gap_of(lines_at_half, lines[1.0])):
-        return ""
-    return plus_minus(gap)
+    """(what half its rate costs pre-norm, the modes with another verdict against that pre-norm).
+
+    None if that was not trained.
+    """
+    trained = judged()[0]
+    if (slower := slower_baseline()) is None:
+        return None
+    turned = []
+    for each in by_difference():
+        if each["steps"]:
+            gap = gap_of(trained[each["mode"]][1][1.0], slower)
+            if judge.verdict([gap]) != judge.verdict([each["steps"]]):
+                turned.append(each["mode"])
+    return gap_of(slower, trained[judge.baseline][1][1.0]), turned
 
 
 def with_adamw():
@@ -186,7 +220,6 @@ def lead_lines(what):
     return found
 
 
-@cache
 def lead_points(what):
     """{mode: [(value, differences at equal steps, differences at equal time)]} for several numbers
     of steps (tokens) or of blocks. At equal steps: from pre-norm with its tuned rate, and from
@@ -328,22 +361,25 @@ def oracle():
         found, mode = json.loads(path.read_text()), path.stem.removeprefix("oracle_")
         if mode not in trained:
             continue
-        rate = found["rate"]
+        rate, rise = found["rate"], found["rise"]
         where = f"--out_dir=out/{mode} --oracle_tokens={found['tokens']} --rate={rate}"
         commands += [first_seed(mode), f"python runs/oracle.py {where}"]
         commands += [f"cp out/{mode}/oracle.json {path.relative_to(ROOT)}"]
-        mean, (*others, _) = statistics.mean(found["rise"]), sorted(found["rise"])
-        rises.append(f"{mode} {mean:.3f} ({statistics.mean(others):.3f})")
+        largest = rise.index(max(rise))
+        without = lambda x, largest=largest: statistics.mean(x[:largest] + x[largest + 1 :])
+        mean = statistics.mean(rise)
+        rises.append(f"{mode} {mean:.3f} and {without(rise):.3f}")
         by_chance = statistics.mean(found["scores"]["random"]["regret"])
-        lowest.append(f"{mode} about {mean - by_chance:.2f}")
+        lowest.append(f"about {mean - by_chance:.2f} ({mode})")
         for score, fits in found["scores"].items():
             means = [statistics.mean(fits[key]) for key in ("rank correlation", "regret")]
+            means.append(without(fits["regret"]))
             rows.append((mode, score, *(f"{x:+.3f}" for x in means)))
     if not rows:
         return None
-    found = {"rate": rate, "rises": ", ".join(rises), "lowest": ", ".join(lowest)}
-    found |= {"commands": "\n".join(commands)}
-    return found | {"table": table(("mode", "score", "rank correlation", "regret"), rows)}
+    found = {"rate": rate, "rises": ", ".join(rises), "lowest": " and ".join(lowest)}
+    head = ("mode", "score", "rank correlation", "regret", "regret without that sublayer")
+    return found | {"commands": "\n".join(commands), "table": table(head, rows)}
 
 
 def variance():
@@ -755,9 +791,8 @@ def verdict_values():
         "at_steps": by_word((mode, at_steps[1]) for mode, at_steps, _ in rows),
         "at_time": by_word((mode, at_time[1]) for mode, _, at_time in rows),
         "lead": "".join(lead_in_words(mode) for mode in lead_points("tokens")),
-        "narrow": judged()[1]["mhc"][1],
-        "wide": ratios()["12 x 512"]["mhc"][1],
-        "half_rate": at_half_the_rate(),
+        "widths": widths_in_words(),
+        "trust": trust_in_words(),
     }
 
 
@@ -792,23 +827,44 @@ def mixture_values():
     if not dense or None in lines.values():
         return None
     gaps = {key: gap_of(of, dense) for key, of in lines.items()}
-    if None in gaps.values():
+    equal = {f"equal_{key}": claims.at_flops(of, dense_lines()) for key, of in lines.items()}
+    if None in (gaps | equal).values():
         return None
+    values = {key: plus_minus(gap) for key, gap in (gaps | equal).items()}
     part = lambda key: mean_of(lines[key], "flops") / mean_of(dense, "flops")
-    values = {key: plus_minus(gap) for key, gap in gaps.items()}
-    values |= {f"flops_{key}": part(key) for key in ("own", "five")}
-    return values | {"seeds": len(lead.SEEDS)}
+    return values | {"flops_own": part("own"), "flops_five": part("five")}
+
+
+def widths_in_words():
+    """How the time of mhc depends on the width, if it was judged."""
+    ratio, wide = judged()[1].get("mhc"), ratios()["12 x 512"]["mhc"][1]
+    text = "; this depends on the width: a step of `mhc` takes {:.2f} times as long as pre-norm's"
+    text += " here, and {:.2f} times in 12 blocks of width 512"
+    return text.format(ratio[1], wide) if ratio else ""
+
+
+def trust_in_words():
+    """How large the leads are beside the cost of a badly tuned baseline, if that was measured."""
+    if (half := at_half_the_rate()) is None:
+        return ""
+    cost = half[0]
+    small = [
+        each["mode"]
+        for each in by_difference()
+        if each["steps"] and judge.words(each)[0][1] == "better" and -each["steps"][0] < cost[0]
+    ]
+    text = f" Half of its best rate costs pre-norm {plus_minus(cost)}"
+    return text + (f"; the leads of {listed(small)} are smaller." if small else ".")
 
 
 def by_word(pairs):
     """Pairs (mode, verdict) as text: names the better modes, and counts the others."""
     groups = defaultdict(list)
     for mode, word in pairs:
-        groups[word or "without a verdict"].append(f"`{mode}`")
-    *others, last = groups.pop("better", ["none"])
-    named = f"{', '.join(others)} and {last} are better" if others else f"{last} is better"
+        groups[word or "without a verdict"].append(mode)
+    better = groups.pop("better", [])
     counts = [f"{len(groups[word])} {word}" for word in sorted(groups, reverse=True)]
-    return ", ".join([named, *counts])
+    return ", ".join([f"{listed(better)} {'are' if len(better) > 1 else 'is'} better", *counts])
 
 
 def summary():

@@ -38,7 +38,7 @@ import bench
 import checkpoint
 from configurator import configure
 from data import Windows
-from machine import can_compile, cores, device_name, pick_device, pick_dtype
+from machine import can_compile, commit, cores, device_name, pick_device, pick_dtype
 from model import GPTConfig
 
 TRAIN, EVAL = str(ROOT / "train.py"), str(ROOT / "eval.py")
@@ -376,7 +376,8 @@ def race(study, runs, measure=True):
             ratio = [round(r, 4) for r in median_interval(ratios)]
             known[names[0], key(runs[name])] = ratio
             where = {"computes": computes, "machine": device_name(torch.device(bench.device))}
-            where["threads"] = torch.get_num_threads()
+            where |= {"threads": torch.get_num_threads(), "commit": commit()}
+            where["torch"] = torch.__version__
             append(study, {"race": [names[0], key(runs[name])], "ratio": ratio} | where)
     pairs = {name: (names[0], other) for name, other in zip(runs, names)}
     return {name: known[pair] for name, pair in pairs.items() if pair in known}
