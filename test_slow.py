@@ -406,7 +406,7 @@ def test_the_classroom_comes_out_as_expected(data, tmp_path, monkeypatch, capsys
     rows = report.transformers()["table"]
     assert rows.count("| - | 0.") == 2  # W_V has no gradient, W_up has one
     assert rows.count("| query, key, value, out_proj |") == 2
-    report.classroom_figure(tmp_path / "a.png")
+    report.figures.classroom(tmp_path / "a.png", classroom.finished())
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import cache, partial
 
+import figures
 import study
 import torch
 from study import ROOT, gap_at, paired, plus_minus
@@ -258,36 +259,6 @@ def cells(found):
     return [*row, *at_time, " ".join(tuned)]
 
 
-def draw(axes, comparisons):
-    """Both differences of each mode with their intervals, from the best mode to the worst.
-
-    comparisons: what compare returned. Differences far beyond most others are written at the edge.
-    """
-    shown = sorted((each for each in comparisons if each["steps"]), key=lambda each: each["steps"])
-    at_steps = [each["steps"] for each in shown]
-    at_time = [each["times"][1] if each["times"] else None for each in shown]
-    edge = 1.3 * statistics.quantiles([0.0, *(abs(d) for d, _ in at_steps)], n=10)[-1]
-    for shift, of, label in ((-0.14, at_steps, "at equal steps"), (0.14, at_time, "at equal time")):
-        found = [(y + shift, *interval) for y, interval in enumerate(of) if interval]
-        if not found:
-            continue
-        heights, differences, halves = zip(*found)
-        axes.errorbar(differences, heights, xerr=halves, fmt="o", ms=4, capsize=2, label=label)
-        axes.legend(fontsize=8)
-        for y, difference, _ in found:
-            if difference > edge:
-                axes.text(edge, y, f"{difference:+.2f} →", ha="right", va="center", fontsize=7)
-    axes.axvline(0, color="0.7", lw=1)
-    axes.set_yticks(range(len(shown)), [each["mode"] for each in shown])
-    axes.set(ylim=(len(shown) - 0.5, -0.5), xlabel=f"loss minus {baseline}'s (left: better)")
-    axes.set_xlim(right=min(edge, axes.get_xlim()[1]))
-
-
-def height(comparisons):
-    """The height of their figure, in inches."""
-    return 0.9 + 0.35 * len(comparisons)
-
-
 def timed(scale, modes):
     """What study.race compares: {mode: settings}, the baseline first."""
     return {mode: scale | {"residual": mode} for mode in dict.fromkeys([baseline, *modes])}
@@ -369,9 +340,7 @@ def main():
     comparisons = [*compared(trained, ratios)]
     print(study.table(HEAD, map(cells, comparisons)))
 
-    figure, axes = study.pyplot().subplots(figsize=(6, height(comparisons)), layout="constrained")
-    draw(axes, comparisons)
-    study.saved(figure, study.ROOT / "out" / f"{name}.png")
+    figures.modes(study.ROOT / "out" / f"{name}.png", comparisons, baseline, leads=())
     print(f"out/{name}.png has the differences and their intervals")
 
 

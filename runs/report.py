@@ -20,11 +20,12 @@ from itertools import groupby, product
 import claims
 import classroom
 import convert
+import figures
 import judge
 import lead
 import recipe
 import study
-from study import ROOT, find, gap_at, gap_of, paired, plus_minus, pyplot, read, saved, table
+from study import ROOT, find, gap_at, gap_of, paired, plus_minus, read, table
 
 from depth import DEAD
 from model import RESIDUALS
@@ -672,98 +673,6 @@ def speed():
 
 
 # ------------------------------------------------------------------------------------------------
-# Figures
-
-
-def modes_figure(path):
-    """The verdicts of all judged modes; beside them, if measured, the lead against tokens."""
-    shown, by_tokens = compared(), lead_points("tokens")
-    by_blocks = lead_points("blocks") if lead_by_blocks() else {}
-    beside = bool(by_tokens) + bool(by_blocks)
-    rows = max(1, beside)
-    size = dict(figsize=(9 if beside else 6, judge.height(shown)), layout="constrained")
-    figure, axes = pyplot().subplots(rows, 2 if beside else 1, squeeze=False, **size)
-    for extra in axes[1:, 0]:
-        extra.remove()
-    left = axes[0, 0]
-    left.set_subplotspec(left.get_gridspec()[:, 0])
-    judge.draw(left, shown)
-    if by_tokens:
-        against(axes[0, 1], by_tokens, per_parameter(), "{:.1f}", "training bytes per parameter")
-    if by_blocks:
-        against(axes[-1, 1], by_blocks, 1, "{:.0f}", "blocks")
-    saved(figure, path)
-
-
-def against(axes, points, unit, form, xlabel):
-    """The lead of each mode against steps or blocks, in multiples of a unit.
-
-    points: what lead_points returns.
-    """
-    values = sorted({value for of in points.values() for value, *_ in of})
-    for i, (mode, of) in enumerate(points.items()):
-        differences, halves = zip(*(gaps[0] for _, gaps, _ in of))
-        x = [value * unit * 1.03**i for value, *_ in of]
-        axes.errorbar(x, differences, yerr=halves, fmt="o-", ms=4, capsize=2, label=mode)
-    axes.axhline(0, color="0.7", lw=1)
-    axes.set(xscale="log", xlabel=xlabel)
-    axes.set_xticks([value * unit for value in values], [form.format(v * unit) for v in values])
-    axes.set_xticks([], minor=True)
-    largest = max(abs(gaps[0][0]) for of in points.values() for _, gaps, _ in of)
-    axes.set(ylabel="loss minus pre-norm's, at equal steps")
-    axes.set(ylim=(-2 * largest, 2 * largest))  # may cut intervals
-    axes.legend(fontsize=8)
-
-
-def classroom_figure(path):
-    found = classroom.finished()
-    whats = [what for what in ("stack", "transformer") if found[what]]
-    size = dict(figsize=(4.5 * len(whats), 3.2), layout="constrained", squeeze=False)
-    figure, axes = pyplot().subplots(1, len(whats), **size)
-    for panel, what in zip(axes[0], whats):
-        for names, line in found[what].items():
-            if line["curve"]:
-                panel.plot(*zip(*line["curve"]), label=", ".join(map(str, names)), lw=1)
-        panel.set(xlabel="step", ylabel="training loss", title=what, ylim=(1, 6))  # B is above
-        panel.legend(fontsize=7)
-    saved(figure, path)
-
-
-def stability_figure(path):
-    """Loss and variance of the stream against the learning rate, seed 1 of the earlier runs."""
-    e = Earlier()
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(8, 3), layout="constrained")
-    for i, mode in enumerate(("prenorm", "dyt", "bhyt")):
-        lines = [line for line in e.of("bhyt", mode) if line["seed"] == 1]
-        lines.sort(key=lambda line: line["learning_rate"])
-        rates = [line["learning_rate"] for line in lines]
-        first, last = ([line["variance"][b] for line in lines] for b in (0, -1))
-        left.plot(rates, [line["loss"] for line in lines], f"C{i}o-", label=mode)
-        right.plot(rates, last, f"C{i}o-", label=f"{mode}, after the last block")
-        right.plot(rates, first, f"C{i}o:", label=f"{mode}, after the first block")
-    left.set(xlabel="learning rate", ylabel="validation loss", xscale="log")
-    right.set(xlabel="learning rate", ylabel="variance of the stream", xscale="log", yscale="log")
-    left.legend(fontsize=8)
-    right.legend(fontsize=6)
-    saved(figure, path)
-
-
-def recipe_figure(path):
-    """What each part of the recipe is worth at equal time, with intervals."""
-    rows = [row for row in recipe_rows() if row["equal"] or row["steps"]]
-    rows = [row for row in rows if row["name"] != recipe.RECIPE]
-    rows.sort(key=lambda row: (row["equal"] or row["steps"])[0])
-    differences, halves = zip(*(row["equal"] or row["steps"] for row in rows))
-    names = [row["name"] + ("" if row["equal"] else ", at equal steps") for row in rows]
-    figure, axes = pyplot().subplots(figsize=(7, 0.5 + 0.25 * len(rows)), layout="constrained")
-    axes.errorbar(differences, range(len(rows)), xerr=halves, fmt="o", color="C0", capsize=2)
-    axes.axvline(0, color="0.7", lw=1)
-    axes.set_yticks(range(len(rows)), names)
-    axes.set(xlabel="validation loss minus the recipe's, at equal time")
-    saved(figure, path)
-
-
-# ------------------------------------------------------------------------------------------------
 # README's first page
 
 START, END = "<!-- written by runs/report.py -->\n", "<!-- end -->"
@@ -802,8 +711,7 @@ def lead_in_words(mode):
     if len(by_tokens) < 2:
         return ""
     at = verdicts_at(by_tokens, "after {}", per_parameter())
-    seeds = f"{len(lead.SEEDS)} or {judge.seeds} seeds"
-    text = f" At equal steps ({seeds}), `{mode}` is {at} bytes per parameter"
+    text = f" With {len(lead.SEEDS)} new seeds, `{mode}` is {at} bytes per parameter"
     if len(by_blocks) > 1:
         text += f", and {verdicts_at(by_blocks, 'with {}', 1)} blocks"
     return f"{text}."
@@ -965,12 +873,26 @@ def readme(text):
     return before + START + first_page() + END + re.sub(row, verdict, after, flags=re.M)
 
 
+def draw():
+    """All figures of the page."""
+    leads = [(lead_points("tokens"), per_parameter(), "{:.1f}", "training bytes per parameter")]
+    if lead_by_blocks():
+        leads.append((lead_points("blocks"), 1, "{:.0f}", "blocks"))
+    leads = [each for each in leads if each[0]]
+    if compared():
+        figures.modes(RESULTS / "modes.png", compared(), judge.baseline, leads)
+
+    if any(classroom.finished().values()):
+        figures.classroom(RESULTS / "classroom.png", classroom.finished())
+    e = Earlier()
+    first_seed = lambda mode: [line for line in e.of("bhyt", mode) if line["seed"] == 1]
+    by_mode = {mode: first_seed(mode) for mode in ("prenorm", "dyt", "bhyt")}
+    figures.stability(RESULTS / "stability.png", by_mode)
+    known = [row for row in recipe_rows() if row["equal"] or row["steps"]]
+    figures.recipe(RESULTS / "recipe.png", [r for r in known if r["name"] != recipe.RECIPE])
+
+
 if __name__ == "__main__":
     (ROOT / "RESULTS.md").write_text(markdown())
     (ROOT / "README.md").write_text(readme((ROOT / "README.md").read_text()))
-    recipe_figure(RESULTS / "recipe.png")
-    stability_figure(RESULTS / "stability.png")
-    if compared():
-        modes_figure(RESULTS / "modes.png")
-    if classrooms() is not None:
-        classroom_figure(RESULTS / "classroom.png")
+    draw()
