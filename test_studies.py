@@ -257,6 +257,23 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
         lead.selected(lead.PLANS["tokens"])
 
 
+def test_lead_times_only_what_has_finished(place, monkeypatch, capsys):
+    monkeypatch.setattr(study, "train", trainer(lambda full: 1.0 + 0.1 * full["seed"], []))
+    monkeypatch.setattr(study, "race", lambda name, runs: {key: 1.5 for key in runs})
+    for key in ("what", "names", "timed"):
+        monkeypatch.setattr(lead, key, getattr(lead, key))
+    argv = ["lead.py", "--what=nag", "--names=not centred"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--timed=True"])
+    with pytest.raises(SystemExit, match="have not finished"):
+        lead.main()
+    monkeypatch.setattr(sys, "argv", [*argv, "--timed=False"])
+    lead.main()
+    monkeypatch.setattr(sys, "argv", [*argv, "--timed=True"])
+    capsys.readouterr()
+    lead.main()
+    assert capsys.readouterr().out.endswith("{'nag': 1.5, 'not centred': 1.5}\n")
+
+
 @cases("what, value", [("tokens", 16000), ("blocks", 32)])
 def test_long_and_deep_runs_use_the_rate_that_is_best_at_half_of_that(
     place, monkeypatch, what, value
@@ -331,11 +348,11 @@ def test_a_mixture_of_depths_has_a_row_as_soon_as_its_seeds_have_finished(monkey
     found |= {f"nag with {n} blocks": found["nag"] for n in (5, 6)}
     at_4_mb = lambda what: {(name, 4000): lines for name, lines in found.items()}
     monkeypatch.setattr(report, "lead_lines", at_4_mb)
+    monkeypatch.setattr(report, "lead_ratios", lambda what: {"NAG's router 0.4": (0.7, 0.75, 0.8)})
     rows = report.mixtures()["table"].splitlines()[2:]
-    assert (
-        rows[0] == "| NAG's router 0.4 | 40.0% | 0.60 | 1.1100 | +0.0100 ± 0.0000 | worse |  |  |"
-    )
-    assert rows[2].split(" | ")[4] == "diverged"
+    gap = "+0.0100 ± 0.0000 | worse |  |  |"
+    assert rows[0] == f"| NAG's router 0.4 | 40.0% | 0.60 | 0.75 | 1.1100 | {gap}"
+    assert rows[2].split(" | ")[5] == "diverged"
 
     assert report.mixture_values() is None  # no dense model at other lengths
     found["random router 0.4"] = found["learned router 0.4"]

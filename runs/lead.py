@@ -8,6 +8,7 @@ What does a mixture of depths cost?
     python runs/lead.py --what=bhyt      BHyT with other initial lambdas and gains, 4 MB
     python runs/lead.py --what=mod       NAG with mixtures of depths and with fewer blocks, 4 MB
     python runs/lead.py --what=tokens --names=nag --values=1000,8000    a part of it
+    python runs/lead.py --what=mod --timed=True    then: the time of a step, on a quiet machine
 
 Each mode uses the settings that runs/judge.py found for it, or is tuned first if it was not judged.
 At other lengths and depths, the learning rate is tuned again with seed 0. Runs of more than 8,000
@@ -31,6 +32,7 @@ from configurator import configure
 what = "tokens"  # tokens, blocks, nag, bhyt or mod
 names: str | None = None  # only these, separated by commas, and what they are compared with
 values: str | None = None  # only these steps or numbers of blocks, in this order
+timed = False  # time the steps of the runs that have finished, and train nothing
 
 SEEDS = (11, 12, 13)  # new: judge.py tuned on 0 and judged on 1, 2, ...
 NAG = {
@@ -154,6 +156,10 @@ def main():
     if what not in PLANS:
         raise SystemExit(f"what={what!r}: choose from {', '.join(PLANS)}")
     changes, *rest = selected(PLANS[what])
+    if timed:
+        runs = runs_of(changes, *rest, study.must_find)
+        print(study.race("lead", {name: of_seeds[0] for (name, _), of_seeds in runs.items()}))
+        return
     runs = runs_of(changes, *rest, study.run)
     found = iter(study.run("lead", [each for of_seeds in runs.values() for each in of_seeds]))
     lines = {at: [next(found) for _ in SEEDS] for at in runs}

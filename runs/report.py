@@ -25,7 +25,18 @@ import judge
 import lead
 import recipe
 import study
-from study import ROOT, find, gap_at, gap_of, paired, plus_minus, read, table
+from study import (
+    ROOT,
+    NotFinished,
+    find,
+    gap_at,
+    gap_of,
+    must_find,
+    paired,
+    plus_minus,
+    read,
+    table,
+)
 
 from depth import DEAD
 from model import RESIDUALS
@@ -36,18 +47,6 @@ SEEDS = {"muon": judge.seeds, "adamw": 3}  # seeds of the judge's runs, with eac
 
 # ------------------------------------------------------------------------------------------------
 # The modes
-
-
-class NotFinished(Exception):
-    """A run has no result yet."""
-
-
-def must_find(name, runs, look=()):
-    """The lines of runs in a study. Raises NotFinished if one is missing; trains nothing."""
-    found = find(name, runs)
-    if None in found:
-        raise NotFinished
-    return found
 
 
 def scale_of(optimizer):
@@ -298,13 +297,22 @@ def lead_by_blocks():
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if known else None
 
 
+def lead_ratios(what):
+    """{name: median_interval of its step time over that of the plan's first name}, if timed."""
+    runs = {name: lines[0]["settings"] for (name, _), lines in lead_lines(what).items()}
+    return study.race("lead", runs, measure=False) if runs else {}
+
+
 def one_change(what):
     """A mode with one part changed, beside the unchanged mode."""
-    rows, changes = [], lead.PLANS[what][0]
+    rows, changes, ratios = [], lead.PLANS[what][0], lead_ratios(what)
     for name, _, loss, gap in lead.rows(lead_lines(what), changes):
-        known = (f"{loss:.4f}", plus_minus(gap), judge.verdict([gap])) if gap else ("", "diverged")
-        rows.append((name, *known))
-    head = ("change", "loss", f"difference from {next(iter(changes))}", "verdict")
+        known = (
+            (f"{loss:.4f}", plus_minus(gap), judge.verdict([gap])) if gap else ("", "diverged", "")
+        )
+        rows.append((name, *known, f"{ratios[name][1]:.2f}" if name in ratios else ""))
+    first = next(iter(changes))
+    head = ("change", "loss", f"difference from {first}", "verdict", f"step time / {first}'s")
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
 
 
@@ -322,20 +330,24 @@ def dense_lines():
 def mixtures():
     """Mixtures of depths, and NAG with fewer blocks, beside the same model without skipping."""
     found, rows, changes = mixture_lines(), [], lead.PLANS["mod"][0]
+    ratios = lead_ratios("mod")
     for name, _, loss, gap in lead.rows(lead_lines("mod"), changes):
         lines, dense = found[name], found[lead.base_of(changes, name)]
         if changes[name] is None:
             continue
         if not gap:
-            rows.append((name, "", "", "", "diverged", "", "", ""))
+            rows.append((name, "", "", "", "", "diverged", "", "", ""))
             continue
+        of_nag = dense is found.get("nag")
         skipped = f"{mean_of(lines, 'skipped'):.1%}" if "router" in name else ""
         flops = f"{mean_of(lines, 'flops') / mean_of(dense, 'flops'):.2f}"
-        at_flops = claims.at_flops(lines, dense_lines()) if dense is found.get("nag") else None
-        equal = (plus_minus(at_flops), judge.verdict([at_flops])) if at_flops else ("", "")
-        gaps = (plus_minus(gap), judge.verdict([gap]))
-        rows.append((name, skipped, flops, f"{loss:.4f}", *gaps, *equal))
-    head = ("model", "skip in evaluation", "FLOPs", "loss", "difference at equal steps", "verdict")
+        time = f"{ratios[name][1]:.2f}" if of_nag and name in ratios else ""
+        at_flops = claims.at_flops(lines, dense_lines()) if of_nag else None
+        gaps = [plus_minus(gap), judge.verdict([gap])]
+        gaps += [plus_minus(at_flops), judge.verdict([at_flops])] if at_flops else ["", ""]
+        rows.append((name, skipped, flops, time, f"{loss:.4f}", *gaps))
+    head = ("model", "skip in evaluation", "FLOPs", "step time", "loss")
+    head += ("difference at equal steps", "verdict")
     head += ("difference at equal FLOPs", "verdict at equal FLOPs")
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
 

@@ -311,6 +311,18 @@ def find(study, runs):
     return [by_key.get(each) for each in keys]
 
 
+class NotFinished(SystemExit):
+    """A run has no result yet."""
+
+
+def must_find(study, runs, look=()):
+    """find, for runs that have all finished. look: as in run, not used."""
+    found = find(study, runs)
+    if None in found:
+        raise NotFinished(f"{study}: some of these runs have not finished")
+    return found
+
+
 def probe(settings, steps=30):
     """Seconds of a step while all devices train, from short runs that leave no result."""
     short = settings | {"max_iters": steps, "eval_interval": 0, "log_interval": 5}
