@@ -449,6 +449,27 @@ def test_the_pages_can_be_written_from_few_runs(monkeypatch):
     assert "We compared 1 modes with pre-norm" in readme and "`mhc` takes" not in readme
 
 
+def test_sentences_written_by_hand_agree_with_the_results():
+    cells = lambda table: [row.split(" | ") for row in table.splitlines()[2:]]
+    means = [float(row[1]) for row in cells(report.gates()["table"])]
+    assert means == sorted(means)  # "|a| grows"
+
+    at_1000 = report.lead_lines("tokens")["nag", 1000]
+    high = [line["loss"] > 1.2 for line in at_1000]
+    assert sum(high) == 2  # "bad for two of the three new seeds"
+    assert high == [line["gates"]["dead"] > 0 for line in at_1000]  # "sublayers closed in"
+
+    too_low = [float(row[1]) > float(row[2]) for row in cells(report.variance()["table"])]
+    assert all(too_low)  # "is too low in all blocks"
+
+    regrets = {tuple(row[:2]): float(row[3]) for row in cells(report.oracle()["table"])}
+    for (mode, score), regret in regrets.items():  # "better than chance"
+        assert score == "random" or regret < regrets[mode, "random"]
+
+    factors = {row[0].lstrip("| "): row[4] for row in cells(report.conversion()["table"])}
+    assert factors["bhyt"].startswith("0.1 ") and factors["nag"].startswith("0.3 ")  # GUIDE
+
+
 def test_the_page_of_results_is_the_one_that_the_report_writes():
     results, readme = (open(f"{HERE}/{name}").read() for name in ("RESULTS.md", "README.md"))
     hint = "results/ has changed: run python runs/report.py"

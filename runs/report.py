@@ -113,6 +113,15 @@ def by_difference(optimizer="muon"):
     return sorted(compared(optimizer), key=lambda each: each["steps"] or (math.inf, 0))
 
 
+def better_modes():
+    """What judge.compare returns, for the modes that are better at equal steps."""
+    return [
+        each
+        for each in by_difference()
+        if each["steps"] and judge.verdict([each["steps"]]) == "better"
+    ]
+
+
 def baseline_cells(optimizer="muon"):
     """The baseline's row in a table of verdicts."""
     choice, lines = judged(optimizer)[0][judge.baseline]
@@ -127,10 +136,8 @@ def tuning_in_words(found):
     if (half := at_half_the_rate()) is None:
         return ""
     cost, turned = half
-    text = f" Half its learning rate costs pre-norm {plus_minus(cost)}; against that pre-norm, "
-    return (
-        text + f"{len(turned)} of {len(found)} verdicts at equal steps differ ({listed(turned)})."
-    )
+    differ = f"{len(turned)} of {len(found)} verdicts at equal steps differ ({listed(turned)})"
+    return f" Half its learning rate costs pre-norm {plus_minus(cost)}; against it, {differ}."
 
 
 def larger_in_words():
@@ -227,16 +234,17 @@ def lead_points(what):
     """
     lines, points = lead_lines(what), defaultdict(list)
     changes, axis, *_ = lead.PLANS[what]
-    theirs = {value: judge.losses(of) for (name, value), of in lines.items()
-              if name == judge.baseline and None not in judge.losses(of)}  # fmt: skip
+    losses = {at: judge.losses(of) for at, of in lines.items()}
+    losses = {at: each for at, each in losses.items() if math.inf not in each}
+    theirs = {value: each for (name, value), each in losses.items() if name == judge.baseline}
+    (half,) = lead.HALF
     for name, value, _, gap in lead.rows(lines, changes):
-        if gap and changes[name] is None:
-            ours, (half,) = lines[name, value], lead.HALF
-            gaps = [gap, gap_of(ours, lines[half, value])] if (half, value) in lines else [gap]
-            at_time = []
-            if axis == "max_iters":
-                at_time = at_equal_time(name, value, judge.losses(ours), theirs)
-            points[name].append((value, gaps, at_time))
+        if not gap or changes[name] is not None:
+            continue
+        ours, slower = losses[name, value], losses.get((half, value))
+        gaps = [gap, paired(ours, slower)] if slower else [gap]
+        at_time = at_equal_time(name, value, ours, theirs) if axis == "max_iters" else []
+        points[name].append((value, gaps, at_time))
     return points
 
 
@@ -307,10 +315,11 @@ def one_change(what):
     """A mode with one part changed, beside the unchanged mode."""
     rows, changes, ratios = [], lead.PLANS[what][0], lead_ratios(what)
     for name, _, loss, gap in lead.rows(lead_lines(what), changes):
-        known = (
-            (f"{loss:.4f}", plus_minus(gap), judge.verdict([gap])) if gap else ("", "diverged", "")
-        )
-        rows.append((name, *known, f"{ratios[name][1]:.2f}" if name in ratios else ""))
+        time = f"{ratios[name][1]:.2f}" if name in ratios else ""
+        if gap:
+            rows.append((name, f"{loss:.4f}", plus_minus(gap), judge.verdict([gap]), time))
+        else:
+            rows.append((name, "", "diverged", "", time))
     first = next(iter(changes))
     head = ("change", "loss", f"difference from {first}", "verdict", f"step time / {first}'s")
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
@@ -477,12 +486,9 @@ def side_by_side(path):
     text = path.read_text()
     run = r"(\S+) after (\d+) steps, (\d+) s"
     peers = re.findall(rf"^\w+ at \S+: {run}", text, re.M)
+    best = min(peers, key=lambda peer: float(peer[0]))
     ours = re.search(rf"^ours: {run}", text, re.M).groups()
-    return (
-        min(peers, key=lambda peer: float(peer[0])),
-        ours,
-        re.search(r"ours after (\d+) s", text)[1],
-    )
+    return best, ours, re.search(r"ours after (\d+) s", text)[1]
 
 
 @cache
@@ -496,9 +502,8 @@ def the_recipe():
     for path in sorted(SPEED.glob("nanochat_*.txt")):
         shape = path.stem.removeprefix("nanochat_").replace("x", " x ")
         *runs, passed = side_by_side(path)
-        rows.append(
-            (shape, *(f"{loss} after {n} steps, {s} s" for loss, n, s in runs), f"{passed} s")
-        )
+        ends = [f"{loss} after {n} steps, {seconds} s" for loss, n, seconds in runs]
+        rows.append((shape, *ends, f"{passed} s"))
     head = ("blocks x width", "nanochat", "ours", "ours reaches nanochat's loss in")
     parts = map(recipe.cells, recipe_rows())
     return {
@@ -732,10 +737,10 @@ def lead_in_words(mode):
 def verdicts_at(points, where, unit):
     """Verdicts, grouped: 'undecided after 2, better after 4 and 8'."""
     pairs = [(judge.verdict(gaps), f"{value * unit:.0f}") for value, gaps, _ in points]
-    groups = groupby(pairs, key=lambda pair: pair[0])
-    return ", ".join(
-        f"{word} {where.format(' and '.join(at for _, at in alike))}" for word, alike in groups
-    )
+    found = []
+    for word, alike in groupby(pairs, key=lambda pair: pair[0]):
+        found.append(f"{word} {where.format(' and '.join(at for _, at in alike))}")
+    return ", ".join(found)
 
 
 def mixture_values():
@@ -767,12 +772,8 @@ def trust_in_words():
     """How large the leads are beside the cost of a badly tuned baseline, if that was measured."""
     if (half := at_half_the_rate()) is None:
         return ""
-    cost = half[0]
-    small = [
-        each["mode"]
-        for each in by_difference()
-        if each["steps"] and judge.words(each)[0][1] == "better" and -each["steps"][0] < cost[0]
-    ]
+    cost, _ = half
+    small = [each["mode"] for each in better_modes() if -each["steps"][0] < cost[0]]
     text = f" Half of its best rate costs pre-norm {plus_minus(cost)}"
     return text + (f"; the leads of {listed(small)} are smaller." if small else ".")
 
@@ -792,8 +793,7 @@ def summary():
     found = verdict_values()
     if found is None:
         return None
-    better = [each for each in by_difference() if judge.words(each)[0][1] == "better"]
-    named = ", ".join(f"`{each['mode']}` {plus_minus(each['steps'])}" for each in better)
+    named = ", ".join(f"`{each['mode']}` {plus_minus(each['steps'])}" for each in better_modes())
     return found | {"better": named or "none"}
 
 
