@@ -459,6 +459,10 @@ def test_sentences_written_by_hand_agree_with_the_results():
     assert sum(high) == 2  # "bad for two of the three new seeds"
     assert high == [line["gates"]["dead"] > 0 for line in at_1000]  # "sublayers closed in"
 
+    for name, steps in (("prenorm", 4000), (*lead.HALF, 8000), (*lead.HALF, 16000)):
+        below, middle, above = sorted(x["loss"] for x in report.lead_lines("tokens")[name, steps])
+        assert above - middle > 2 * (middle - below)  # "one of the three new seeds"
+
     too_low = [float(row[1]) > float(row[2]) for row in cells(report.variance()["table"])]
     assert all(too_low)  # "is too low in all blocks"
 

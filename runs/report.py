@@ -150,7 +150,12 @@ def larger_in_words():
 
 def listed(names):
     """`a`, `b` and `c`"""
-    *others, last = [f"`{name}`" for name in names] or ["none"]
+    return enumerated([f"`{name}`" for name in names] or ["none"])
+
+
+def enumerated(words):
+    """a, b and c"""
+    *others, last = words
     return f"{', '.join(others)} and {last}" if others else last
 
 
@@ -739,7 +744,7 @@ def verdicts_at(points, where, unit):
     pairs = [(judge.verdict(gaps), f"{value * unit:.0f}") for value, gaps, _ in points]
     found = []
     for word, alike in groupby(pairs, key=lambda pair: pair[0]):
-        found.append(f"{word} {where.format(' and '.join(at for _, at in alike))}")
+        found.append(f"{word} {where.format(enumerated([at for _, at in alike]))}")
     return ", ".join(found)
 
 
