@@ -165,9 +165,8 @@ def main():
     lines = {at: [next(found) for _ in SEEDS] for at in runs}
     width = max(map(len, changes))
     for name, value, loss, gap in rows(lines, changes):
-        result = (
-            f"{loss:.4f} {plus_minus(gap)} from {base_of(changes, name)}" if gap else "diverged"
-        )
+        base = base_of(changes, name)
+        result = f"{loss:.4f} {plus_minus(gap)} from {base}" if gap else "diverged"
         print(f"{name:<{width}} {value:>6} {result}")
 
 

@@ -469,7 +469,7 @@ def published():
     """The published claims, with our measurements."""
     rows = claims.rows(judged()[0], mixture_lines(), dense_lines(), Earlier())
     rates = (f"{m} {' and '.join(map(str, claims.insides(m)))}" for m in ("prenorm", "nag"))
-    limits = {"still": claims.STILL, "weak": claims.STRONG, "near": claims.NEAR}
+    limits = {"still": claims.STILL, "strong": claims.STRONG, "near": claims.NEAR}
     return {"table": table(claims.HEAD, rows), "rates": ", ".join(rates)} | limits
 
 
@@ -582,9 +582,9 @@ def conversion():
     rows = [*convert.rows(*convert.the_base(), find)]
     if not rows:
         return None
-    *some, last = (f"{factor:g}" for factor in convert.FACTORS)
+    factors = enumerated([f"{factor:g}" for factor in convert.FACTORS])
     found = {"steps": convert.steps, "seeds": convert.seeds, "table": table(convert.HEAD, rows)}
-    return found | {"factors": f"{', '.join(some)} and {last}"}
+    return found | {"factors": factors}
 
 
 def imported():
@@ -749,9 +749,9 @@ def verdicts_at(points, where, unit):
 
 
 def mixture_values():
-    """What skipping 40% of the sublayers costs NAG, with three routers, and having fewer blocks."""
+    """What skipping 40% of the sublayers costs NAG, with two routers, and having fewer blocks."""
     names = {"own": "NAG's router 0.4", "learned": "learned router 0.4"}
-    names |= {"random": "random router 0.4", "five": "nag with 5 blocks"}
+    names |= {"five": "nag with 5 blocks"}
     found, dense = mixture_lines(), mixture_lines().get("nag")
     lines = {key: found.get(name) for key, name in names.items()}
     if not dense or None in lines.values():
