@@ -338,6 +338,19 @@ def test_a_claim_with_several_parts_holds_if_all_of_them_do(words, word):
     assert claims.all_of(words) == word
 
 
+def test_nag_gains_with_depth_if_its_lead_grows_for_each_seed():
+    at = lambda base: [{"loss": base + 0.1 * seed} for seed in range(3)]
+    blocks = {("prenorm", n): at(2.0) for n in (4, 16)} | {("nag", 4): at(1.9)}
+    assert not [*claims.gain_by_depth(blocks)]  # one depth only
+    ((words, _, ours, verdict),) = claims.gain_by_depth(blocks | {("nag", 16): at(1.7)})
+    assert "more with 16 blocks than with 4" in words
+    assert ours == "4 blocks: 0.1000, 16 blocks: 0.3000; growth +0.2000 ± 0.0000"
+    assert verdict == "holds"
+    ((*_, shrinks),) = claims.gain_by_depth(blocks | {("nag", 16): at(1.95)})
+    assert shrinks == "does not hold"
+    assert not [*claims.gain_by_depth(blocks | {("nag", 16): [{"loss": None}] * 3})]
+
+
 def test_a_mixture_of_depths_has_a_row_as_soon_as_its_seeds_have_finished(monkeypatch):
     line = {"flops": 10.0, "skipped": 0.0}
     found = {"nag": [line | {"loss": 1.0 + 0.1 * seed} for seed in range(3)]}
@@ -388,6 +401,15 @@ def test_readme_has_a_verdict_for_each_judged_mode(monkeypatch):
         cells = "+1 | worse" if "`nag`" in row else "not judged yet | "
         assert row.endswith(f"| {cells} |") and row.count(" | ") == 4
     assert report.START + "PAGE\n" + report.END in readme
+
+
+def test_readme_groups_the_verdicts_with_adamw(monkeypatch):
+    found = {"diverged": None, "loss": 1.0, "ratio": 1.0, "times": []}
+    gaps = {"nag": (-0.1, 0.01), "lns": (0.02, 0.01), "bhyt": (0.03, 0.01)}
+    each = [found | {"mode": mode, "steps": gap} for mode, gap in gaps.items()]
+    monkeypatch.setattr(report, "by_difference", lambda optimizer: each)
+    verdicts = "`nag` is better, `lns` and `bhyt` are worse."
+    assert report.adamw_in_words() == f" With AdamW and 3 seeds, {verdicts}"
 
 
 def skipping(model, layer, token):

@@ -151,6 +151,28 @@ def nag(judged):
     yield from inside_nag(insides("prenorm"), insides("nag"))
 
 
+def gain_by_depth(blocks):
+    """Claims about a dense NAG in depth. blocks: {(mode, number of blocks): the lines of its seeds}
+    of runs/lead.py."""
+    gains = {}
+    for n in sorted({n for _, n in blocks}):
+        if {("prenorm", n), ("nag", n)} <= blocks.keys():
+            pair = (judge.losses(blocks[mode, n]) for mode in ("prenorm", "nag"))
+            gains[n] = [theirs - ours for theirs, ours in zip(*pair)]
+    gains = {n: gain for n, gain in gains.items() if all(map(math.isfinite, gain))}
+    if len(gains) < 2:
+        return
+    few, many = min(gains), max(gains)
+    growth = paired(gains[many], gains[few])
+    yield (
+        f"The same without experts: NAG gains more with {many} blocks than with {few}",
+        "not given",
+        ", ".join(f"{n} blocks: {mean(gain):.4f}" for n, gain in gains.items())
+        + f"; growth {plus_minus(growth)}",
+        sign(growth, wanted=1),
+    )
+
+
 def inside_nag(theirs, ours):
     """Claims about the stream of NAG. theirs, ours: what insides returns for pre-norm and NAG."""
     theirs, ours = theirs.values(), ours.values()
@@ -362,10 +384,12 @@ def of_stack(case, stacks):
     return held(True) if near else "holds in part (one seed): no spike, but a higher loss"
 
 
-def rows(judged, mixtures, dense, earlier):
-    """judged: {mode: what judge.train returns}. mixtures and dense: see depths."""
+def rows(judged, blocks, mixtures, dense, earlier):
+    """judged: {mode: what judge.train returns}. blocks: see gain_by_depth. mixtures and dense: see
+    depths."""
     judged = complete(judged)
     yield from gain_by_shape(earlier)
+    yield from gain_by_depth(blocks)
     yield from nag(judged)
     yield from depths(mixtures, dense, earlier)
     yield from bhyt(judged, earlier)

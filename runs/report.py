@@ -467,7 +467,8 @@ def transformers():
 
 def published():
     """The published claims, with our measurements."""
-    rows = claims.rows(judged()[0], mixture_lines(), dense_lines(), Earlier())
+    blocks = lead_lines("blocks")
+    rows = claims.rows(judged()[0], blocks, mixture_lines(), dense_lines(), Earlier())
     rates = (f"{m} {' and '.join(map(str, claims.insides(m)))}" for m in ("prenorm", "nag"))
     limits = {"still": claims.STILL, "strong": claims.STRONG, "near": claims.NEAR}
     return {"table": table(claims.HEAD, rows), "rates": ", ".join(rates)} | limits
@@ -722,6 +723,7 @@ def verdict_values():
         "at_steps": by_word((mode, at_steps[1]) for mode, at_steps, _ in rows),
         "at_time": by_word((mode, at_time[1]) for mode, _, at_time in rows),
         "lead": "".join(lead_in_words(mode) for mode in lead_points("tokens")),
+        "adamw": adamw_in_words(),
         "widths": widths_in_words(),
         "trust": trust_in_words(),
     }
@@ -746,6 +748,15 @@ def verdicts_at(points, where, unit):
     for word, alike in groupby(pairs, key=lambda pair: pair[0]):
         found.append(f"{word} {where.format(enumerated([at for _, at in alike]))}")
     return ", ".join(found)
+
+
+def adamw_in_words():
+    """The verdicts at equal steps with AdamW, if there are any."""
+    modes = defaultdict(list)
+    for each in by_difference("adamw"):
+        modes[judge.words(each)[0][1] or "without a verdict"].append(each["mode"])
+    verdicts = [f"{listed(of)} {'are' if len(of) > 1 else 'is'} {w}" for w, of in modes.items()]
+    return f" With AdamW and {SEEDS['adamw']} seeds, {', '.join(verdicts)}." if verdicts else ""
 
 
 def mixture_values():
