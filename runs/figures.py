@@ -14,6 +14,8 @@ def differences(axes, comparisons, baseline):
     shown = sorted((each for each in comparisons if each["steps"]), key=lambda each: each["steps"])
     at_steps = [each["steps"] for each in shown]
     at_time = [each["times"][1] if each["times"] else None for each in shown]
+    if not shown:
+        return
     edge = 1.3 * statistics.quantiles([0.0, *(abs(d) for d, _ in at_steps)], n=10)[-1]
     for shift, of, label in ((-0.14, at_steps, "at equal steps"), (0.14, at_time, "at equal time")):
         found = [(y + shift, *interval) for y, interval in enumerate(of) if interval]

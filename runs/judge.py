@@ -72,6 +72,11 @@ def settings(scale, mode, choice, seed, length=1.0):
     return scale | fixed | choice | {"max_iters": steps, "eval_interval": steps}
 
 
+def of_seeds(scale, mode, choice, seeds, length=1.0):
+    """The settings of the runs that count, one for each seed."""
+    return [settings(scale, mode, choice, seed, length) for seed in range(1, seeds + 1)]
+
+
 def losses(lines):
     return [math.inf if line["loss"] is None else line["loss"] for line in lines]
 
@@ -179,14 +184,13 @@ def train(scale, mode, lines_of, seeds, extra=()):
     Returns (tuned settings, {length: lines}).
     """
     choice = tune(scale, mode, lines_of)
-    at = lambda length: [settings(scale, mode, choice, s, length) for s in range(1, seeds + 1)]
-    first, *others = at(1.0)
+    first, *others = of_seeds(scale, mode, choice, seeds)
     with ThreadPoolExecutor(1) as pool:
         measured = pool.submit(lines_of, [first], LOOK)  # seed 1: also measured by depth
         found = {1.0: lines_of(others)}
     found[1.0] = measured.result() + found[1.0]
     for length in extra:
-        found[length] = lines_of(at(length))
+        found[length] = lines_of(of_seeds(scale, mode, choice, seeds, length))
     return choice, found
 
 

@@ -8,7 +8,7 @@ What does a mixture of depths cost?
     python runs/lead.py --what=bhyt      BHyT with other initial lambdas and gains, 4 MB
     python runs/lead.py --what=mod       NAG with mixtures of depths and with fewer blocks, 4 MB
     python runs/lead.py --what=tokens --names=nag --values=1000,8000    a part of it
-    python runs/lead.py --what=mod --timed=True    then: the time of a step, on a quiet machine
+    python runs/lead.py --what=mod --timed=True    the time of a step, on a quiet machine
 
 Each mode uses the settings that runs/judge.py found for it, or is tuned first if it was not judged.
 At other lengths and depths, the learning rate is tuned again with seed 0. Runs of more than 8,000
@@ -32,7 +32,7 @@ from configurator import configure
 what = "tokens"  # tokens, blocks, nag, bhyt or mod
 names: str | None = None  # only these, separated by commas, and what they are compared with
 values: str | None = None  # only these steps or numbers of blocks, in this order
-timed = False  # time the steps of the runs that have finished, and train nothing
+timed = False  # time the steps of these models, once the judge has tuned them; train nothing
 
 SEEDS = (11, 12, 13)  # new: judge.py tuned on 0 and judged on 1, 2, ...
 NAG = {
@@ -71,12 +71,15 @@ def mixtures(rate):
 FEWER = {f"nag with {n} blocks": {"n_layer": n} for n in (6, 5)}
 AROUND = (0.5, 1.0, 2.0)  # learning rates to try, as multiples of the judge's
 LARGEST = {"max_iters": 8000, "n_layer": 16}  # of runs that tune
-HALF = {"prenorm at half the rate": {"residual": "prenorm", "learning_rate": 0.5}}
+OTHER_RATES = {  # of pre-norm, because one tuning seed cannot tell which rate is best
+    f"prenorm at {words} the rate": {"residual": "prenorm", "learning_rate": times}
+    for words, times in (("half", 0.5), ("twice", 2.0))
+}
 # A plan: ({name: its changes}, the setting that varies, its values, learning rates to try).
 # None: the name is a mode. Changes without a "residual" are changes of NAG; learning_rate and
 # gate_lr are multiples of the tuned learning rate.
 PLANS = {
-    "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "attnres", "mhc")) | HALF,
+    "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "attnres", "mhc")) | OTHER_RATES,
                "max_iters", (1000, 2000, 4000, 8000, 16000), AROUND),
     "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 8, 16, 32, 64), AROUND),
     "nag": ({"nag": None} | NAG, "max_iters", (4000,), (1.0,)),
@@ -157,6 +160,8 @@ def main():
         raise SystemExit(f"what={what!r}: choose from {', '.join(PLANS)}")
     changes, *rest = selected(PLANS[what])
     if timed:
+        if len(PLANS[what][2]) > 1:
+            raise SystemExit("timed: only for nag, bhyt and mod, which have one length")
         runs = runs_of(changes, *rest, study.must_find)
         print(study.race("lead", {name: of_seeds[0] for (name, _), of_seeds in runs.items()}))
         return

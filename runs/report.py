@@ -68,8 +68,7 @@ def judged(optimizer="muon"):
         return {}, {}
     choice, theirs = trained[judge.baseline]
     for length in judge.LENGTHS:
-        of_seed = partial(judge.settings, scale, judge.baseline, choice, length=length)
-        runs = [of_seed(seed) for seed in range(1, SEEDS[optimizer] + 1)]
+        runs = judge.of_seeds(scale, judge.baseline, choice, SEEDS[optimizer], length)
         with suppress(NotFinished):
             theirs[length] = must_find("judge", runs)
     return trained, study.race("judge", judge.timed(scale, trained), measure=False)
@@ -101,6 +100,8 @@ def modes():
         "tune_tokens": judge.TUNE_TOKENS,
         "hours": math.floor(core_hours("judge", "lead")),
         "half_rate": tuning_in_words(found),
+        "corrected": correction_in_words(found),
+        "uncommitted": uncommitted(),
         "larger": larger_in_words(),
         "verdicts": table(judge.HEAD, [baseline_cells(), *map(judge.cells, found)]),
         "tuning": tuning(trained),
@@ -140,6 +141,31 @@ def tuning_in_words(found):
     return f" Half its learning rate costs pre-norm {plus_minus(cost)}; against it, {differ}."
 
 
+def survivors():
+    """The modes with another loss than the baseline at equal steps, after Holm's correction."""
+    values = {each["mode"]: study.p_value(each["steps"], judge.seeds)
+              for each in compared() if each["steps"]}  # fmt: skip
+    rejected = []
+    for i, mode in enumerate(sorted(values, key=values.get)):
+        if values[mode] > 0.05 / (len(values) - i):
+            break
+        rejected.append(mode)
+    return rejected
+
+
+def correction_in_words(found):
+    """What a correction for the number of comparisons leaves."""
+    kept = [each for each in found if each["mode"] in survivors()]
+    better, worse = ([e["mode"] for e in kept if (e["steps"][0] < 0) == sign] for sign in (1, 0))
+    return f"{listed(better)} better and {len(worse)} worse"
+
+
+def uncommitted():
+    """The share of the judge's runs that started with uncommitted changes."""
+    commits = [line["commit"] for line in read("judge") if "loss" in line]
+    return statistics.mean("+changes" in str(each) for each in commits)
+
+
 def larger_in_words():
     """The modes with clearly more parameters than the baseline."""
     counts = {mode: lines[1.0][0]["params"] for mode, (_, lines) in judged()[0].items()}
@@ -164,8 +190,8 @@ def slower_baseline():
     """The lines of pre-norm at half its tuned learning rate, or None."""
     choice = judged()[0][judge.baseline][0]
     slower = judge.with_rate(choice, choice["learning_rate"] / 2)
-    of_seed = partial(judge.settings, scale_of("muon"), judge.baseline, slower)
-    lines = find("judge", [of_seed(seed) for seed in range(1, judge.seeds + 1)])
+    runs = judge.of_seeds(scale_of("muon"), judge.baseline, slower, judge.seeds)
+    lines = find("judge", runs)
     return None if None in lines + judge.losses(lines) else lines
 
 
@@ -212,7 +238,7 @@ def tuning(trained, optimizer="muon"):
 
 
 def inside_cells(line):
-    """The cells of a row of 'Inside the model'."""
+    """The cells of a row of the table of what the models look like inside."""
     depth = line["depth"]
     yield f"{claims.growth(depth):.1f}"
     yield f"{depth['from embedding'][-1]:.0f}"
@@ -234,20 +260,20 @@ def lead_lines(what):
 
 def lead_points(what):
     """{mode: [(value, differences at equal steps, differences at equal time)]} for several numbers
-    of steps (tokens) or of blocks. At equal steps: from pre-norm with its tuned rate, and from
-    pre-norm at half of it, if that was trained. At equal time: what at_equal_time returns.
+    of steps (tokens) or of blocks. At equal steps: from pre-norm with its tuned rate, and with each
+    other rate that was trained. At equal time: what at_equal_time returns.
     """
     lines, points = lead_lines(what), defaultdict(list)
     changes, axis, *_ = lead.PLANS[what]
     losses = {at: judge.losses(of) for at, of in lines.items()}
     losses = {at: each for at, each in losses.items() if math.inf not in each}
     theirs = {value: each for (name, value), each in losses.items() if name == judge.baseline}
-    (half,) = lead.HALF
     for name, value, _, gap in lead.rows(lines, changes):
         if not gap or changes[name] is not None:
             continue
-        ours, slower = losses[name, value], losses.get((half, value))
-        gaps = [gap, paired(ours, slower)] if slower else [gap]
+        ours = losses[name, value]
+        others = [losses[rate, value] for rate in lead.OTHER_RATES if (rate, value) in losses]
+        gaps = [gap, *(paired(ours, other) for other in others)]
         at_time = at_equal_time(name, value, ours, theirs) if axis == "max_iters" else []
         points[name].append((value, gaps, at_time))
     return points
@@ -275,12 +301,12 @@ def lead_by_tokens():
     for mode, of in lead_points("tokens").items():
         for steps, gaps, at_time in of:
             size = f"{steps * per_parameter():.1f}"
-            half = plus_minus(gaps[1]) if len(gaps) > 1 else ""
+            other = ", ".join(map(plus_minus, gaps[1:]))
             timed = (plus_minus(at_time[1]), judge.verdict(at_time)) if at_time else ("", "")
-            untimed = (mode, f"{steps:,}", size, plus_minus(gaps[0]), half, judge.verdict(gaps))
+            untimed = (mode, f"{steps:,}", size, plus_minus(gaps[0]), other, judge.verdict(gaps))
             rows.append((*untimed, *timed))
     head = ("mode", "steps", "bytes per parameter", "difference at equal steps")
-    head += ("from pre-norm at half its rate", "verdict on both")
+    head += ("from pre-norm at another rate", "verdict on all")
     head += ("difference at equal time", "verdict at equal time")
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
 
@@ -532,7 +558,7 @@ def the_recipe():
 
 
 class Earlier:
-    """Runs of 0.06 to 5 bytes per parameter, before the protocol of runs/judge.py."""
+    """Runs of 0.06 to 1.2 bytes per parameter, before the protocol of runs/judge.py."""
 
     def __init__(self):
         self.lines = read("earlier")
@@ -702,11 +728,9 @@ START, END = "<!-- written by runs/report.py -->\n", "<!-- end -->"
 
 
 def default_values():
-    """The default run beside nanochat's model."""
+    """The loss of the default run."""
     records, _, whole = default_run()
-    (theirs, _, seconds), _, passed = side_by_side(SPEED / "nanochat_8x128.txt")
-    found = {"theirs": float(theirs), "seconds": seconds, "passed": passed}
-    return found | {"last": records[-1]["val_loss"], "whole": whole}
+    return {"last": records[-1]["val_loss"], "whole": whole}
 
 
 def verdict_values():
@@ -722,23 +746,22 @@ def verdict_values():
         "modes": len(rows),
         "at_steps": by_word((mode, at_steps[1]) for mode, at_steps, _ in rows),
         "at_time": by_word((mode, at_time[1]) for mode, _, at_time in rows),
-        "lead": "".join(lead_in_words(mode) for mode in lead_points("tokens")),
-        "adamw": adamw_in_words(),
+        "surviving": listed([e["mode"] for e in better_modes() if e["mode"] in survivors()]),
+        "also": "\n".join(filter(None, [adamw_in_words(), lead_in_words()])),
         "widths": widths_in_words(),
         "trust": trust_in_words(),
     }
 
 
-def lead_in_words(mode):
-    """The verdicts on a mode at several lengths and depths, if there are several."""
-    by_tokens, by_blocks = (lead_points(what).get(mode, ()) for what in ("tokens", "blocks"))
-    if len(by_tokens) < 2:
-        return ""
-    at = verdicts_at(by_tokens, "after {}", per_parameter())
-    text = f" With {len(lead.SEEDS)} new seeds, `{mode}` is {at} bytes per parameter"
-    if len(by_blocks) > 1:
-        text += f", and {verdicts_at(by_blocks, 'with {}', 1)} blocks"
-    return f"{text}."
+def lead_in_words():
+    """The verdicts at several lengths and depths, if there are any."""
+    text = ""
+    for what, unit in (("tokens", "bytes per parameter"), ("blocks", "blocks")):
+        where, size = ("after {}", per_parameter()) if what == "tokens" else ("with {}", 1)
+        for mode, points in lead_points(what).items():
+            if what == "tokens" or len(points) > 1:
+                text += f"; `{mode}` is {verdicts_at(points, where, size)} {unit}"
+    return f"- With {len(lead.SEEDS)} new seeds{text.replace(';', ',', 1)}." if text else ""
 
 
 def verdicts_at(points, where, unit):
@@ -756,7 +779,7 @@ def adamw_in_words():
     for each in by_difference("adamw"):
         modes[judge.words(each)[0][1] or "without a verdict"].append(each["mode"])
     verdicts = [f"{listed(of)} {'are' if len(of) > 1 else 'is'} {w}" for w, of in modes.items()]
-    return f" With AdamW and {SEEDS['adamw']} seeds, {', '.join(verdicts)}." if verdicts else ""
+    return f"- With AdamW and {SEEDS['adamw']} seeds, {', '.join(verdicts)}." if verdicts else ""
 
 
 def mixture_values():
@@ -772,26 +795,26 @@ def mixture_values():
     if None in (gaps | equal).values():
         return None
     values = {key: plus_minus(gap) for key, gap in (gaps | equal).items()}
-    part = lambda key: mean_of(lines[key], "flops") / mean_of(dense, "flops")
-    return values | {"flops_own": part("own"), "flops_five": part("five")}
+    by_seed = {key: claims.differences_at_flops(of, dense_lines()) for key, of in lines.items()}
+    values["control"] = plus_minus(paired(by_seed["own"], by_seed["five"]))
+    return values | {"flops_own": mean_of(lines["own"], "flops") / mean_of(dense, "flops")}
 
 
 def widths_in_words():
     """How the time of mhc depends on the width, if it was judged."""
     ratio, wide = judged()[1].get("mhc"), ratios()["12 x 512"]["mhc"][1]
-    text = "; this depends on the width: a step of `mhc` takes {:.2f} times as long as pre-norm's"
-    text += " here, and {:.2f} times in 12 blocks of width 512"
+    text = " That depends on the width: a step of `mhc` takes {:.2f} times as long as pre-norm's"
+    text += " here, and {:.2f} times in 12 blocks of width 512, where we have no losses."
     return text.format(ratio[1], wide) if ratio else ""
 
 
 def trust_in_words():
-    """How large the leads are beside the cost of a badly tuned baseline, if that was measured."""
+    """How much hangs on the tuning of the baseline, if that was measured."""
     if (half := at_half_the_rate()) is None:
         return ""
-    cost, _ = half
-    small = [each["mode"] for each in better_modes() if -each["steps"][0] < cost[0]]
-    text = f" Half of its best rate costs pre-norm {plus_minus(cost)}"
-    return text + (f"; the leads of {listed(small)} are smaller." if small else ".")
+    cost, turned = half
+    text = f" Half of its best rate costs pre-norm {plus_minus(cost)}; against that,"
+    return f"{text} {len(turned)} of {len(compared())} verdicts at equal steps would differ."
 
 
 def by_word(pairs):
@@ -866,19 +889,19 @@ def template():
 
 
 def wrapped(text):
-    """Text with paragraphs in lines of 120. Tables, code, lists, images and headings stay."""
+    """Text in lines of 120. Tables, code, images and headings stay. A line of a list is an item."""
     parts = re.split(r"\n{2,}", text.strip())
     fill = partial(textwrap.fill, width=120, break_on_hyphens=False, break_long_words=False)
-    kept = ("#", "|", "```", "- ", "!")
-    return "\n\n".join(part if part.startswith(kept) else fill(part) for part in parts)
+    items = lambda part: "\n".join(fill(s, subsequent_indent="  ") for s in part.split("\n"))
+    kept = ("#", "|", "```", "!")
+    wrap = lambda part: items(part) if part.startswith("- ") else fill(part)
+    return "\n\n".join(part if part.startswith(kept) else wrap(part) for part in parts)
 
 
-def filled(sections):
+def filled(sections, between="\n\n"):
     """The sections that have results, with their numbers."""
     found = ((text, SECTIONS[title]()) for title, text in sections.items())
-    return "\n\n".join(
-        wrapped(text.format(**values)) for text, values in found if values is not None
-    )
+    return between.join(wrapped(text.format(**of)) for text, of in found if of is not None)
 
 
 def markdown():
@@ -887,11 +910,13 @@ def markdown():
 
 
 def first_page():
-    return filled(template()[-1]) + "\n"
+    return filled(template()[-1], between="\n") + "\n"  # one list
 
 
 def readme(text):
     """README with its first page and the verdicts in its table of modes written anew."""
+    if text.count(START) != 1 or text.count(END) != 1:
+        raise SystemExit(f"README.md must have one line {START.strip()} and one {END}")
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
     found = readme_verdicts()

@@ -3,7 +3,8 @@ Train the runs of a study and keep one line of results for each, in results/STUD
 
 A run is a dict of the settings of train.py that differ from its defaults. A run is skipped if a
 line has its settings, data and kind of machine. A killed run resumes where it stopped. Each CPU
-core trains one run at a time, with one thread. Each GPU trains one run at a time.
+core trains one run at a time, with one thread. Each GPU trains one run at a time. Start one study
+at a time: two studies do not know which cores or GPUs the other uses.
 
 A line has: key, a hash of all settings that change the result; settings; loss, the last
 validation loss (null if the run diverged); start, the validation loss at step 0 (null if there is
@@ -421,6 +422,26 @@ def paired(a, b):
     return statistics.mean(differences), half
 
 
+def p_value(interval, n):
+    """The chance of so large a difference. interval: what paired returns for n pairs."""
+    difference, half = interval
+    return 1 - within(abs(difference) / half * T95[n], n - 1) if half else 0.0
+
+
+def within(t, freedom):
+    """The probability that |T| < t, for Student's T (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for i in range(freedom // 2):
+        total += term
+        k = 2 * i + 1 + odd
+        term *= math.cos(angle) ** 2 * k / (k + 1)
+    sum_of_terms = math.sin(angle) * total
+    return 2 / math.pi * (angle + sum_of_terms) if odd else sum_of_terms
+
+
 def gap_of(ours, theirs):
     """paired, of the losses of lines. None if a run diverged."""
     losses = [[line["loss"] for line in lines] for lines in (ours, theirs)]
@@ -439,8 +460,13 @@ def median_interval(values):
 
 def gap_at(length, losses, by_length):
     """paired, with other runs interpolated at a length. by_length: {length: their losses}"""
+    return paired(losses, losses_at(length, by_length))
+
+
+def losses_at(length, by_length):
+    """The loss of each seed, interpolated at a length. by_length: {length: losses}"""
     curves = [dict(zip(by_length, of_seed)) for of_seed in zip(*by_length.values())]
-    return paired(losses, [at_length(length, curve) for curve in curves])
+    return [at_length(length, curve) for curve in curves]
 
 
 def at_length(length, losses):
