@@ -366,14 +366,15 @@ def race(study, runs, measure=True):
     be of one kind of device.
     """
     names = [key(settings) for settings in runs.values()]
-    lines = [line for line in read(study) if "race" in line]
+    pairs = {name: (names[0], other) for name, other in zip(runs, names)}
+    lines = [line for line in read(study) if tuple(line.get("race", ())) in pairs.values()]
     if measure:
         computes = place(next(iter(runs.values())))["computes"]
         lines = [line for line in lines if line["computes"] == computes]
     elif len({line["computes"] for line in lines}) > 1:
         raise SystemExit(f"{study}: its times have different devices, dtypes or compilation")
     known = {tuple(line["race"]): line["ratio"] for line in lines}
-    missing = [name for name, other in zip(runs, names) if (names[0], other) not in known]
+    missing = [name for name, pair in pairs.items() if pair not in known]
     if missing and measure:
         bench.adopt({"device": str(pick_device(DEFAULTS["device"]))})
         bench.dtype = pick_dtype("auto", bench.device.split(":")[0])
@@ -387,12 +388,11 @@ def race(study, runs, measure=True):
             per = settings[first]["batch_size"] / settings[name]["batch_size"]
             ratios = [a / b * per for a, b in zip(times[name], times[first])]
             ratio = [round(r, 4) for r in median_interval(ratios)]
-            known[names[0], key(runs[name])] = ratio
+            known[pairs[name]] = ratio
             where = {"computes": computes, "machine": device_name(torch.device(bench.device))}
             where |= {"threads": torch.get_num_threads(), "commit": commit()}
             where["torch"] = torch.__version__
-            append(study, {"race": [names[0], key(runs[name])], "ratio": ratio} | where)
-    pairs = {name: (names[0], other) for name, other in zip(runs, names)}
+            append(study, {"race": pairs[name], "ratio": ratio} | where)
     return {name: known[pair] for name, pair in pairs.items() if pair in known}
 
 
