@@ -287,40 +287,60 @@ def differences_at_flops(lines, dense):
     return [a - b for a, b in zip(ours, study.losses_at(steps, losses))]
 
 
-def bhyt(judged, earlier):
-    """Claims about BHyT."""
+def bhyt(judged):
+    """Claims about the loss and the activations of BHyT."""
     have = [mode for mode in PUBLISHED_1B if mode in judged]
-    order = " < ".join(sorted(PUBLISHED_1B, key=PUBLISHED_1B.get))
     others = [mode for mode in have if mode != "bhyt"]
     if "bhyt" in have and others:
-        gaps = [gap_of(runs_of(judged, "bhyt"), runs_of(judged, mode)) for mode in others]
-        found = ", ".join(f"against {m} {plus_minus(gap)}" for m, gap in zip(others, gaps))
-        word = f"not decidable here; at 0.5M parameters: {all_of([sign(gap) for gap in gaps])}"
-        yield "At 1B, BHyT has the lowest loss", order, f"bhyt {found}", word
-        sizes = {mode: [growth(depth) for depth in insides(mode).values()] for mode in have}
-        smaller = [mode for mode in others if max(sizes[mode]) < min(sizes["bhyt"])]
-        least = below(sizes["bhyt"], sum((sizes[mode] for mode in others), []))
-        yield (
-            "BHyT's activations grow least with depth",
-            "bhyt least, dyt and prenorm most",
-            "the norm grows " + ", ".join(f"{m} {spread(x)} times" for m, x in sizes.items()),
-            f"does not hold (one seed): less with {', '.join(smaller)}" if smaller else least,
-        )
+        yield lowest_loss(judged, others)
+        yield least_growth(others)
     yield (
         "At 3B, BHyT has the lowest loss",
         "bhyt 3.107, lns 3.139, perinorm 3.142, prenorm 3.180, dyt 3.855",
         "",
         "not decidable here: it takes GPUs for some days",
     )
+
+
+def lowest_loss(judged, others):
+    """The claim that BHyT's loss is lower than that of all others."""
+    gaps = [gap_of(runs_of(judged, "bhyt"), runs_of(judged, mode)) for mode in others]
+    found = ", ".join(f"against {mode} {plus_minus(gap)}" for mode, gap in zip(others, gaps))
+    return (
+        "At 1B, BHyT has the lowest loss",
+        " < ".join(sorted(PUBLISHED_1B, key=PUBLISHED_1B.get)),
+        f"bhyt {found}",
+        f"not decidable here; at 0.5M parameters: {all_of([sign(gap) for gap in gaps])}",
+    )
+
+
+def least_growth(others):
+    """The claim that the stream grows less with BHyT than with all others."""
+    sizes = {m: [growth(depth) for depth in insides(m).values()] for m in (*others, "bhyt")}
+    smaller = [mode for mode in others if max(sizes[mode]) < min(sizes["bhyt"])]
+    least = below(sizes["bhyt"], sum((sizes[mode] for mode in others), []))
+    return (
+        "BHyT's activations grow least with depth",
+        "bhyt least, dyt and prenorm most",
+        "the norm grows " + ", ".join(f"{mode} {spread(x)} times" for mode, x in sizes.items()),
+        f"does not hold (one seed): less with {', '.join(smaller)}" if smaller else least,
+    )
+
+
+def bhyt_variance():
+    """The claim about BHyT's prediction, from runs/bhyt_theory.py."""
     words = "BHyT's variance before the MLP can be predicted from the weights (R² above 0.5)"
     path = ROOT / "results" / "variance.json"
-    if path.exists():
-        found = json.loads(path.read_text())
-        means = {key: mean(found[key]) for key in ("RMSE", "R2", "Pearson", "Spearman")}
-        ours = ", ".join(f"{key} {value:.2g}" for key, value in means.items())
-        yield words, "close", f"{ours}, mean over blocks", held(means["R2"] > 0.5)
-    else:
-        yield words, "close", "", "not measured yet: runs/bhyt_theory.py"
+    if not path.exists():
+        return words, "close", "", "not measured yet: runs/bhyt_theory.py"
+    found = json.loads(path.read_text())
+    means = {key: mean(found[key]) for key in ("RMSE", "R2", "Pearson", "Spearman")}
+    ours = ", ".join(f"{key} {value:.2g}" for key, value in means.items())
+    return words, "close", f"{ours}, mean over blocks", held(means["R2"] > 0.5)
+
+
+def bhyt_speed():
+    """Claims about the speed of BHyT, from bench.py."""
     decoding = ("generate", "128 new, 1 at once")
     for words, published, name, parts, other in (
         ("BHyT's forward pass of a 1B layer is faster than pre-norm's", "by 7.7% (first version)",
@@ -334,19 +354,22 @@ def bhyt(judged, earlier):
     ):  # fmt: skip
         ratio = speed(name, parts, "bhyt", other)
         yield words, published, ratio_in_words(ratio, other), faster(ratio)
+
+
+def bhyt_stability(earlier):
+    """The claim about high learning rates, from short runs."""
     last = {}
     for mode in ("dyt", "bhyt", "prenorm"):
         for line in earlier.of("bhyt", mode):
             if line["seed"] == 1 and line["learning_rate"] in (0.001, 0.03):
                 last.setdefault(mode, {})[line["learning_rate"]] = line["variance"][-1]
-    calm = last["bhyt"][0.03] / last["bhyt"][0.001] < 10
-    yield (
+    explodes = {mode: at[0.03] / at[0.001] > 10 for mode, at in last.items()}
+    found = ", ".join(f"{m} {at[0.001]:.2g} and {at[0.03]:,.0f}" for m, at in last.items())
+    return (
         "As the learning rate grows, DyT's variance explodes and BHyT's does not",
         "yes",
-        "variance of the last block at rates 0.001 and 0.03: "
-        + ", ".join(f"{m} {at[0.001]:.2g} and {at[0.03]:,.0f}" for m, at in last.items())
-        + " (short runs)",
-        held(calm and last["dyt"][0.03] / last["dyt"][0.001] > 10),
+        f"variance of the last block at rates 0.001 and 0.03: {found} (short runs)",
+        held(explodes["dyt"] and not explodes["bhyt"]),
     )
 
 
@@ -405,5 +428,8 @@ def rows(judged, blocks, mixtures, dense, earlier):
     yield from gain_by_depth(blocks)
     yield from nag(judged)
     yield from depths(mixtures, dense, earlier)
-    yield from bhyt(judged, earlier)
+    yield from bhyt(judged)
+    yield bhyt_variance()
+    yield from bhyt_speed()
+    yield bhyt_stability(earlier)
     yield from classrooms()
