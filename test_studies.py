@@ -424,9 +424,12 @@ def test_readme_groups_the_verdicts_with_adamw(monkeypatch):
     found = {"diverged": None, "loss": 1.0, "ratio": 1.0, "times": []}
     gaps = {"nag": (-0.1, 0.01), "lns": (0.02, 0.01), "bhyt": (0.03, 0.01)}
     each = [found | {"mode": mode, "steps": gap} for mode, gap in gaps.items()]
+    each[1]["times"] = [gaps["bhyt"]] * 3
     monkeypatch.setattr(report, "by_difference", lambda optimizer: each)
-    verdicts = "`nag` is better, `lns` and `bhyt` are worse."
-    assert report.adamw_in_words() == f"- With AdamW and 3 seeds, {verdicts}"
+    verdicts = "at equal steps `nag` is better, 2 worse, and at equal time none is better"
+    verdicts += ", 1 worse, 2 without a verdict."
+    modes = "`nag`, `lns` and `bhyt`"
+    assert report.adamw_in_words() == f"- With AdamW and 3 seeds, of {modes}, {verdicts}"
 
 
 def skipping(model, layer, token):

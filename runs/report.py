@@ -218,8 +218,12 @@ def with_adamw():
     if not found:
         return None
     rows = [baseline_cells("adamw"), *map(judge.cells, found)]
-    tried = tuning(judged("adamw")[0], "adamw")
-    return {"verdicts": table(judge.HEAD, rows), "tuning": tried, "seeds": SEEDS["adamw"]}
+    trained = judged("adamw")[0]
+    span = lambda losses: max(losses) - min(losses)
+    spans = (f"{mode} {span(judge.losses(of[1.0])):.3f}" for mode, (_, of) in trained.items())
+    values = {"seeds": SEEDS["adamw"], "spans": ", ".join(spans)}
+    verdicts, tried = table(judge.HEAD, rows), tuning(trained, "adamw")
+    return values | {"verdicts": verdicts, "tuning": tried}
 
 
 def tuning(trained, optimizer="muon"):
@@ -774,12 +778,15 @@ def verdicts_at(points, where, unit):
 
 
 def adamw_in_words():
-    """The verdicts at equal steps with AdamW, if there are any."""
-    modes = defaultdict(list)
-    for each in by_difference("adamw"):
-        modes[judge.words(each)[0][1] or "without a verdict"].append(each["mode"])
-    verdicts = [f"{listed(of)} {'are' if len(of) > 1 else 'is'} {w}" for w, of in modes.items()]
-    return f"- With AdamW and {SEEDS['adamw']} seeds, {', '.join(verdicts)}." if verdicts else ""
+    """The verdicts with AdamW, if there are any."""
+    rows = [(found["mode"], *judge.words(found)) for found in by_difference("adamw")]
+    if not rows:
+        return ""
+    at_steps = by_word((mode, words[1]) for mode, words, _ in rows)
+    at_time = by_word((mode, words[1]) for mode, _, words in rows)
+    of = listed([mode for mode, *_ in rows])
+    text = f"- With AdamW and {SEEDS['adamw']} seeds, of {of}, at equal steps {at_steps}"
+    return f"{text}, and at equal time {at_time}."
 
 
 def mixture_values():
