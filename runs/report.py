@@ -763,8 +763,12 @@ def lead_in_words():
     for what, unit in (("tokens", "bytes per parameter"), ("blocks", "blocks")):
         where, size = ("after {}", per_parameter()) if what == "tokens" else ("with {}", 1)
         for mode, points in lead_points(what).items():
-            if what == "tokens" or len(points) > 1:
+            value, gaps, _ = points[0]
+            if len(points) > 1:
                 text += f"; `{mode}` is {verdicts_at(points, where, size)} {unit}"
+            elif what == "tokens":
+                found = f"{plus_minus(gaps[0])} ({judge.verdict(gaps)})"
+                text += f"; `{mode}` {where.format(f'{value * size:.0f}')}: {found}"
     return f"- With {len(lead.SEEDS)} new seeds{text.replace(';', ',', 1)}." if text else ""
 
 
@@ -804,7 +808,9 @@ def mixture_values():
     values = {key: plus_minus(gap) for key, gap in (gaps | equal).items()}
     by_seed = {key: claims.differences_at_flops(of, dense_lines()) for key, of in lines.items()}
     values["control"] = plus_minus(paired(by_seed["own"], by_seed["five"]))
-    return values | {"flops_own": mean_of(lines["own"], "flops") / mean_of(dense, "flops")}
+    flops, ratio = mean_of(lines["own"], "flops"), lead_ratios("mod").get(names["own"])
+    time = f", {ratio[1]:.0%} of the time of a step" if ratio else ""
+    return values | {"flops_own": flops / mean_of(dense, "flops"), "time": time}
 
 
 def widths_in_words():
