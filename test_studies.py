@@ -283,6 +283,9 @@ def test_lead_times_only_what_has_finished(place, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*argv, "--timed=True"])
     with pytest.raises(SystemExit, match="have not finished"):
         lead.main()
+    monkeypatch.setattr(sys, "argv", ["lead.py", "--what=blocks", "--timed=True"])
+    with pytest.raises(SystemExit, match="only for nag, bhyt and mod"):
+        lead.main()
     monkeypatch.setattr(sys, "argv", [*argv, "--timed=False"])
     lead.main()
     monkeypatch.setattr(sys, "argv", [*argv, "--timed=True"])

@@ -15,7 +15,7 @@ import classroom
 import judge
 import lead
 import study
-from study import ROOT, gap_of, paired, plus_minus
+from study import ROOT, gap_of, interval, minus, paired, plus_minus
 
 HEAD = ("claim", "published", "ours", "verdict")
 STACKS = {
@@ -125,7 +125,7 @@ def gain_by_shape(earlier):
     gains = {}
     for ratio in PUBLISHED_GAINS:
         pair = (earlier.losses("moe_ratio", f"{mode}_{ratio}") for mode in ("prenorm", "nag"))
-        gains[ratio] = [theirs - ours for theirs, ours in zip(*pair)]
+        gains[ratio] = minus(*pair)
     means = ", ".join(f"{mean(of):.4f}" for of in gains.values())
     none = "not decidable here: short runs, rate at the edge of its grid"
     yield (
@@ -156,10 +156,9 @@ def gain_by_depth(blocks):
     of runs/lead.py."""
     gains = {}
     for n in sorted({n for _, n in blocks}):
-        if {("prenorm", n), ("nag", n)} <= blocks.keys():
-            pair = (judge.losses(blocks[mode, n]) for mode in ("prenorm", "nag"))
-            gains[n] = [theirs - ours for theirs, ours in zip(*pair)]
-    gains = {n: gain for n, gain in gains.items() if all(map(math.isfinite, gain))}
+        theirs, ours = (judge.losses(blocks.get((mode, n), [])) for mode in ("prenorm", "nag"))
+        if theirs and ours and math.inf not in theirs + ours:
+            gains[n] = minus(theirs, ours)
     if len(gains) < 2:
         return
     few, many = min(gains), max(gains)
@@ -177,14 +176,13 @@ def inside_nag(theirs, ours):
     """Claims about the stream of NAG. theirs, ours: what insides returns for pre-norm and NAG."""
     theirs, ours = theirs.values(), ours.values()
     a, b = ([growth(depth) for depth in of] for of in (theirs, ours))
-    few = min(a) / max(b), max(a) / min(b)
+    least, most = min(a) / max(b), max(a) / min(b)
+    in_part = f"holds in part (one seed): {least:.1f} to {most:.1f} times as much, not about 120"
     yield (
         "Through depth, the norm of the stream grows far more with pre-norm than with NAG",
         "about 120 times, at ratio 80",
         f"pre-norm {spread(a)} times, NAG {spread(b)} times, in 8 blocks",
-        f"holds in part (one seed): {few[0]:.1f} to {few[1]:.1f} times as much, not about 120"
-        if 1 < few[0] and few[1] < 60
-        else below(b, a),
+        in_part if 1 < least and most < 60 else below(b, a),
     )
 
     a, b = ([late_turn(depth) for depth in of] for of in (theirs, ours))
@@ -268,7 +266,7 @@ def gap_of_mixtures(mixtures, ours, theirs):
 def at_flops(lines, dense):
     """The difference from a dense model with as many training FLOPs, paired by seed, or None."""
     differences = differences_at_flops(lines, dense)
-    return differences and paired(differences, [0.0] * len(differences))
+    return differences and interval(differences)
 
 
 def differences_at_flops(lines, dense):
@@ -284,7 +282,7 @@ def differences_at_flops(lines, dense):
     steps = mean(line["flops"] for line in lines) / per_step
     if not min(losses) <= steps <= max(losses):
         return None
-    return [a - b for a, b in zip(ours, study.losses_at(steps, losses))]
+    return minus(ours, study.losses_at(steps, losses))
 
 
 def bhyt(judged):

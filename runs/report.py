@@ -91,6 +91,7 @@ def modes():
     trained, found = judged()[0], by_difference()
     if not found:
         return None
+    better, worse = corrected()
     head = ("mode", "norm growth", "angle to embedding (degrees)", "attention to the first token")
     head += ("largest feature / rms",)
     firsts = {mode: lines[1.0][0] for mode, (_, lines) in trained.items()}
@@ -100,7 +101,7 @@ def modes():
         "tune_tokens": judge.TUNE_TOKENS,
         "hours": math.floor(core_hours("judge", "lead")),
         "half_rate": tuning_in_words(found),
-        "corrected": correction_in_words(found),
+        "corrected": f"{listed(better)} better and {len(worse)} worse",
         "uncommitted": uncommitted(),
         "larger": larger_in_words(),
         "verdicts": table(judge.HEAD, [baseline_cells(), *map(judge.cells, found)]),
@@ -142,7 +143,7 @@ def tuning_in_words(found):
 
 
 def survivors():
-    """The modes with another loss than the baseline at equal steps, after Holm's correction."""
+    """The modes that differ from the baseline at equal steps after Holm's correction."""
     values = {each["mode"]: study.p_value(each["steps"], judge.seeds)
               for each in compared() if each["steps"]}  # fmt: skip
     rejected = []
@@ -153,11 +154,11 @@ def survivors():
     return rejected
 
 
-def correction_in_words(found):
-    """What a correction for the number of comparisons leaves."""
-    kept = [each for each in found if each["mode"] in survivors()]
-    better, worse = ([e["mode"] for e in kept if (e["steps"][0] < 0) == sign] for sign in (1, 0))
-    return f"{listed(better)} better and {len(worse)} worse"
+def corrected():
+    """(the better modes, the worse ones) after that correction, the best mode first."""
+    kept = survivors()
+    gaps = {each["mode"]: each["steps"][0] for each in by_difference() if each["mode"] in kept}
+    return [m for m in gaps if gaps[m] < 0], [m for m in gaps if gaps[m] > 0]
 
 
 def uncommitted():
@@ -750,7 +751,7 @@ def verdict_values():
         "modes": len(rows),
         "at_steps": by_word((mode, at_steps[1]) for mode, at_steps, _ in rows),
         "at_time": by_word((mode, at_time[1]) for mode, _, at_time in rows),
-        "surviving": listed([e["mode"] for e in better_modes() if e["mode"] in survivors()]),
+        "surviving": listed(corrected()[0]),
         "also": "\n".join(filter(None, [adamw_in_words(), lead_in_words()])),
         "widths": widths_in_words(),
         "trust": trust_in_words(),
@@ -760,13 +761,15 @@ def verdict_values():
 def lead_in_words():
     """The verdicts at several lengths and depths, if there are any."""
     text = ""
-    for what, unit in (("tokens", "bytes per parameter"), ("blocks", "blocks")):
-        where, size = ("after {}", per_parameter()) if what == "tokens" else ("with {}", 1)
+    for what, where, size, unit in (
+        ("tokens", "after {}", per_parameter(), "bytes per parameter"),
+        ("blocks", "with {}", 1, "blocks"),
+    ):
         for mode, points in lead_points(what).items():
             value, gaps, _ = points[0]
             if len(points) > 1:
                 text += f"; `{mode}` is {verdicts_at(points, where, size)} {unit}"
-            elif what == "tokens":
+            elif what == "tokens":  # one number of blocks is the judge's own
                 found = f"{plus_minus(gaps[0])} ({judge.verdict(gaps)})"
                 text += f"; `{mode}` {where.format(f'{value * size:.0f}')}: {found}"
     return f"- With {len(lead.SEEDS)} new seeds{text.replace(';', ',', 1)}." if text else ""
@@ -802,12 +805,12 @@ def mixture_values():
     if not dense or None in lines.values():
         return None
     gaps = {key: gap_of(of, dense) for key, of in lines.items()}
-    equal = {f"equal_{key}": claims.at_flops(of, dense_lines()) for key, of in lines.items()}
-    if None in (gaps | equal).values():
-        return None
-    values = {key: plus_minus(gap) for key, gap in (gaps | equal).items()}
     by_seed = {key: claims.differences_at_flops(of, dense_lines()) for key, of in lines.items()}
-    values["control"] = plus_minus(paired(by_seed["own"], by_seed["five"]))
+    if None in (*gaps.values(), *by_seed.values()):
+        return None
+    gaps |= {f"equal_{key}": study.interval(of) for key, of in by_seed.items()}
+    gaps["control"] = paired(by_seed["own"], by_seed["five"])
+    values = {key: plus_minus(gap) for key, gap in gaps.items()}
     flops, ratio = mean_of(lines["own"], "flops"), lead_ratios("mod").get(names["own"])
     time = f", {ratio[1]:.0%} of the time of a step" if ratio else ""
     return values | {"flops_own": flops / mean_of(dense, "flops"), "time": time}

@@ -416,15 +416,23 @@ T95 = (None, None, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.26
 
 def paired(a, b):
     """Mean of a - b over pairs, and half the width of its 95% interval."""
-    differences = [x - y for x, y in zip(a, b, strict=True)]
-    n = len(differences)
-    half = T95[n] * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
-    return statistics.mean(differences), half
+    return interval(minus(a, b))
 
 
-def p_value(interval, n):
-    """The chance of so large a difference. interval: what paired returns for n pairs."""
-    difference, half = interval
+def minus(a, b):
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def interval(values):
+    """The mean of values, and half the width of its 95% interval."""
+    n = len(values)
+    half = T95[n] * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.inf
+    return statistics.mean(values), half
+
+
+def p_value(gap, n):
+    """The chance of so large a difference. gap: what paired returns for n pairs."""
+    difference, half = gap
     return 1 - within(abs(difference) / half * T95[n], n - 1) if half else 0.0
 
 
