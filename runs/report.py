@@ -945,8 +945,9 @@ def readme(text):
 def draw():
     """All figures of the page."""
     leads = [(lead_points("tokens"), per_parameter(), "{:.1f}", "training bytes per parameter")]
-    if lead_by_blocks():
-        leads.append((lead_points("blocks"), 1, "{:.0f}", "blocks"))
+    blocks = lead_points("blocks")
+    if len({value for of in blocks.values() for value, *_ in of}) > 2:
+        leads.append((blocks, 1, "{:.0f}", "blocks"))
     leads = [each for each in leads if each[0]]
     if compared():
         figures.modes(RESULTS / "modes.png", compared(), judge.baseline, leads)
