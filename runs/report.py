@@ -41,6 +41,7 @@ from study import (
 from depth import DEAD
 from model import RESIDUALS
 
+BAD_SEED = "After 8, one of these seeds of pre-norm ends far above the others."
 RESULTS, SPEED = ROOT / "results", ROOT / "results" / "speed"
 SEEDS = {"muon": judge.seeds, "adamw": 3}  # seeds of the judge's runs, with each optimizer
 
@@ -144,13 +145,18 @@ def tuning_in_words(found):
 
 def survivors():
     """The modes that differ from the baseline at equal steps after Holm's correction."""
-    values = {each["mode"]: study.p_value(each["steps"], judge.seeds)
-              for each in compared() if each["steps"]}  # fmt: skip
+    gaps = {each["mode"]: each["steps"] for each in compared() if each["steps"]}
+    return holm(gaps, judge.seeds)
+
+
+def holm(gaps, seeds):
+    """The names whose difference is not 0 after Holm's correction. gaps: {name: interval}."""
+    values = {name: study.p_value(gap, seeds) for name, gap in gaps.items()}
     rejected = []
-    for i, mode in enumerate(sorted(values, key=values.get)):
-        if values[mode] > 0.05 / (len(values) - i):
+    for i, name in enumerate(sorted(values, key=values.get)):
+        if values[name] > 0.05 / (len(values) - i):
             break
-        rejected.append(mode)
+        rejected.append(name)
     return rejected
 
 
@@ -171,8 +177,8 @@ def larger_in_words():
     """The modes with clearly more parameters than the baseline."""
     counts = {mode: lines[1.0][0]["params"] for mode, (_, lines) in judged()[0].items()}
     more = {mode: count / counts[judge.baseline] - 1 for mode, count in counts.items()}
-    shown = [f"`{mode}` has {share:.0%} more" for mode, share in more.items() if share > 0.02]
-    return f" The number of parameters is not equalised: {', '.join(shown)}." if shown else ""
+    shown = [f"`{mode}` {share:.0%}" for mode, share in more.items() if share > 0.02]
+    return f" Some modes have more parameters: {enumerated(shown)}." if shown else ""
 
 
 def listed(names):
@@ -341,6 +347,34 @@ def lead_by_blocks():
     return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if known else None
 
 
+def on_another_cpu():
+    """Runs of results/lead.jsonl that were repeated on another kind of CPU."""
+    first, again = study.finished("lead"), study.finished("another_cpu")
+    if not again:
+        return None
+    rows, changes = [], []
+    for name, line in again.items():
+        run, loss = line["settings"], first[name]["loss"]
+        changes.append(line["loss"] - loss)
+        cells = (run.get("residual", judge.baseline), f"{run['max_iters']:,}", run["seed"])
+        rows.append((*cells, f"{loss:.4f}", f"{line['loss']:.4f}", f"{changes[-1]:+.4f}"))
+    head = ("mode", "steps", "seed", first[name]["machine"], line["machine"], "change")
+    return {
+        "machine": line["machine"],
+        "runs": len(rows),
+        "mean": plus_minus(study.interval(changes)),
+        "spread": statistics.stdev(changes),
+        "others": enumerated(trained_on(line["machine"]) or ["none"]),
+        "table": table(head, sorted(rows)),
+    }
+
+
+def trained_on(machine):
+    """The modes and steps of runs/lead.py --what=tokens that were trained on this machine."""
+    lines = lead_lines("tokens").items()
+    return [f"`{name}` with {n:,} steps" for (name, n), of in lines if of[0]["machine"] == machine]
+
+
 def lead_ratios(what):
     """{name: median_interval of its step time over that of the plan's first name}, if timed."""
     runs = {name: lines[0]["settings"] for (name, _), lines in lead_lines(what).items()}
@@ -349,16 +383,20 @@ def lead_ratios(what):
 
 def one_change(what):
     """A mode with one part changed, beside the unchanged mode."""
-    rows, changes, ratios = [], lead.PLANS[what][0], lead_ratios(what)
+    rows, gaps = [], {}
+    changes, ratios = lead.PLANS[what][0], lead_ratios(what)
     for name, _, loss, gap in lead.rows(lead_lines(what), changes):
         time = f"{ratios[name][1]:.2f}" if name in ratios else ""
         if gap:
+            gaps[name] = gap
             rows.append((name, f"{loss:.4f}", plus_minus(gap), judge.verdict([gap]), time))
         else:
             rows.append((name, "", "diverged", "", time))
     first = next(iter(changes))
     head = ("change", "loss", f"difference from {first}", "verdict", f"step time / {first}'s")
-    return {"seeds": len(lead.SEEDS), "table": table(head, rows)} if rows else None
+    seeds = len(lead.SEEDS)
+    values = {"seeds": seeds, "count": len(gaps), "surviving": listed(holm(gaps, seeds))}
+    return values | {"table": table(head, rows)} if rows else None
 
 
 def mixture_lines():
@@ -498,8 +536,8 @@ def transformers():
 
 def published():
     """The published claims, with our measurements."""
-    blocks = lead_lines("blocks")
-    rows = claims.rows(judged()[0], blocks, mixture_lines(), dense_lines(), Earlier())
+    modes, mixed = (judged()[0], judged("adamw")[0]), (mixture_lines(), dense_lines())
+    rows = claims.rows(*modes, lead_lines("blocks"), *mixed, Earlier())
     rates = (f"{m} {' and '.join(map(str, claims.insides(m)))}" for m in ("prenorm", "nag"))
     limits = {"still": claims.STILL, "strong": claims.STRONG, "near": claims.NEAR}
     return {"table": table(claims.HEAD, rows), "rates": ", ".join(rates)} | limits
@@ -751,7 +789,9 @@ def verdict_values():
         "modes": len(rows),
         "at_steps": by_word((mode, at_steps[1]) for mode, at_steps, _ in rows),
         "at_time": by_word((mode, at_time[1]) for mode, _, at_time in rows),
-        "surviving": listed(corrected()[0]),
+        "surviving": surviving_in_words(),
+        "loss": mean_of(judged()[0][judge.baseline][1][1.0], "loss"),
+        "larger": larger_in_words(),
         "also": "\n".join(filter(None, [adamw_in_words(), lead_in_words()])),
         "widths": widths_in_words(),
         "trust": trust_in_words(),
@@ -760,19 +800,20 @@ def verdict_values():
 
 def lead_in_words():
     """The verdicts at several lengths and depths, if there are any."""
-    text = ""
+    found = []
     for what, where, size, unit in (
         ("tokens", "after {}", per_parameter(), "bytes per parameter"),
         ("blocks", "with {}", 1, "blocks"),
     ):
+        modes = defaultdict(list)  # that share their verdicts
         for mode, points in lead_points(what).items():
-            value, gaps, _ = points[0]
-            if len(points) > 1:
-                text += f"; `{mode}` is {verdicts_at(points, where, size)} {unit}"
-            elif what == "tokens":  # one number of blocks is the judge's own
-                found = f"{plus_minus(gaps[0])} ({judge.verdict(gaps)})"
-                text += f"; `{mode}` {where.format(f'{value * size:.0f}')}: {found}"
-    return f"- With {len(lead.SEEDS)} new seeds{text.replace(';', ',', 1)}." if text else ""
+            new = [p for p in points if what == "tokens" or p[0] != scale_of("muon")["n_layer"]]
+            if new:
+                modes[verdicts_at(new, where, size)].append(mode)
+        for verdicts, alike in modes.items():
+            found.append(f"{listed(alike)} {are(alike)} {verdicts} {unit}")
+    text = f"- **With {len(lead.SEEDS)} new seeds**, at equal steps, {'; '.join(found)}."
+    return f"{text} {BAD_SEED}" if found else ""
 
 
 def verdicts_at(points, where, unit):
@@ -792,8 +833,8 @@ def adamw_in_words():
     at_steps = by_word((mode, words[1]) for mode, words, _ in rows)
     at_time = by_word((mode, words[1]) for mode, _, words in rows)
     of = listed([mode for mode, *_ in rows])
-    text = f"- With AdamW and {SEEDS['adamw']} seeds, of {of}, at equal steps {at_steps}"
-    return f"{text}, and at equal time {at_time}."
+    text = f"- **With AdamW** in place of Muon ({of}; {SEEDS['adamw']} seeds): at equal steps"
+    return f"{text} {at_steps}; at equal time {at_time}."
 
 
 def mixture_values():
@@ -811,17 +852,23 @@ def mixture_values():
     gaps |= {f"equal_{key}": study.interval(of) for key, of in by_seed.items()}
     gaps["control"] = paired(by_seed["own"], by_seed["five"])
     values = {key: plus_minus(gap) for key, gap in gaps.items()}
-    flops, ratio = mean_of(lines["own"], "flops"), lead_ratios("mod").get(names["own"])
-    time = f", {ratio[1]:.0%} of the time of a step" if ratio else ""
-    return values | {"flops_own": flops / mean_of(dense, "flops"), "time": time}
+    flops, ratios = mean_of(lines["own"], "flops"), lead_ratios("mod")
+    if names["own"] in ratios and names["five"] in ratios:
+        share = {key: f"{ratios[names[key]][1]:.0%}" for key in ("own", "five")}
+        values |= {"time": f" and {share['own']} of the time"}
+        values |= {"time_five": f" ({share['five']} of the time)"}
+    return {"time": "", "time_five": ""} | values | {"flops_own": flops / mean_of(dense, "flops")}
 
 
 def widths_in_words():
-    """How the time of mhc depends on the width, if it was judged."""
-    ratio, wide = judged()[1].get("mhc"), ratios()["12 x 512"]["mhc"][1]
-    text = " That depends on the width: a step of `mhc` takes {:.2f} times as long as pre-norm's"
-    text += " here, and {:.2f} times in 12 blocks of width 512, where we have no losses."
-    return text.format(ratio[1], wide) if ratio else ""
+    """How the time of two modes depends on the width, if they were judged."""
+    narrow, wide = judged()[1], ratios()["12 x 512"]
+    if not {"mhc", "attnres"} <= narrow.keys():
+        return ""
+    here, there = ([times[mode][1] for mode in ("mhc", "attnres")] for times in (narrow, wide))
+    text = " A step of `mhc` takes {:.2f} times as long as pre-norm's, of `attnres` {:.2f} times; in 12"
+    text += " blocks of width 512, where we measured no losses, {:.2f} and {:.2f} times."
+    return text.format(*here, *there)
 
 
 def trust_in_words():
@@ -829,8 +876,15 @@ def trust_in_words():
     if (half := at_half_the_rate()) is None:
         return ""
     cost, turned = half
-    text = f" Half of its best rate costs pre-norm {plus_minus(cost)}; against that,"
-    return f"{text} {len(turned)} of {len(compared())} verdicts at equal steps would differ."
+    text = f" At half its rate, pre-norm's loss changes by {plus_minus(cost)}, and"
+    return f"{text} {len(turned)} of {len(compared())} verdicts at equal steps change."
+
+
+def surviving_in_words():
+    """The better modes that remain after the correction, with their differences."""
+    gaps = {each["mode"]: each["steps"] for each in compared()}
+    found = [f"`{mode}` ({plus_minus(gaps[mode])})" for mode in corrected()[0]]
+    return enumerated(found or ["none"])
 
 
 def by_word(pairs):
@@ -840,7 +894,12 @@ def by_word(pairs):
         groups[word or "without a verdict"].append(mode)
     better = groups.pop("better", [])
     counts = [f"{len(groups[word])} {word}" for word in sorted(groups, reverse=True)]
-    return ", ".join([f"{listed(better)} {'are' if len(better) > 1 else 'is'} better", *counts])
+    first = f"{listed(better)} {are(better)} better" if better else "no mode is better"
+    return ", ".join([first, *counts])
+
+
+def are(names):
+    return "are" if len(names) > 1 else "is"
 
 
 def summary():
@@ -873,6 +932,7 @@ SECTIONS = {
     "The modes": modes,
     "With AdamW": with_adamw,
     "Shorter and longer training": lead_by_tokens,
+    "On another CPU": on_another_cpu,
     "NAG's gates": gates,
     "With fewer and more blocks": lead_by_blocks,
     "NAG with one part changed": partial(one_change, "nag"),
