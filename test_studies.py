@@ -510,8 +510,13 @@ def test_sentences_written_by_hand_agree_with_the_results():
         assert above - middle > 2 * (middle - below)  # "one of the three new seeds", BAD_SEED
 
     prenorm = report.lead_lines("tokens")["prenorm", 4000]
+    bad = max(prenorm, key=lambda line: line["loss"])
+    again = study.finished("another_cpu").values()
+    again = [line for line in again if line["settings"]["max_iters"] == 4000]
+    assert max(again, key=lambda line: line["loss"])["key"] == bad["key"]  # "is high again"
     for name in ("attnres", "mhc"):
-        by_seed = study.minus(report.lead_lines("tokens")[name, 4000], prenorm)
+        of_mode = report.lead_lines("tokens")[name, 4000]
+        by_seed = study.minus(judge.losses(of_mode), judge.losses(prenorm))
         assert max(by_seed) < 0  # "lower with every seed, but undecided"
         assert judge.verdict([study.interval(by_seed)]) == "undecided"
 

@@ -866,8 +866,8 @@ def widths_in_words():
     if not {"mhc", "attnres"} <= narrow.keys():
         return ""
     here, there = ([times[mode][1] for mode in ("mhc", "attnres")] for times in (narrow, wide))
-    text = " A step of `mhc` takes {:.2f} times as long as pre-norm's, of `attnres` {:.2f} times; in 12"
-    text += " blocks of width 512, where we measured no losses, {:.2f} and {:.2f} times."
+    text = " A step of `mhc` takes {:.2f} times as long as pre-norm's, of `attnres` {:.2f} times;"
+    text += " in 12 blocks of width 512, where we measured no losses, {:.2f} and {:.2f} times."
     return text.format(*here, *there)
 
 
