@@ -364,15 +364,20 @@ def on_another_cpu():
         "runs": len(rows),
         "mean": plus_minus(study.interval(changes)),
         "spread": statistics.stdev(changes),
-        "others": enumerated(trained_on(line["machine"]) or ["none"]),
+        "others": enumerated(trained_on(line["machine"], again) or ["none"]),
         "table": table(head, sorted(rows)),
     }
 
 
-def trained_on(machine):
-    """The modes and steps of runs/lead.py --what=tokens that were trained on this machine."""
-    lines = lead_lines("tokens").items()
-    return [f"`{name}` with {n:,} steps" for (name, n), of in lines if of[0]["machine"] == machine]
+def trained_on(machine, again):
+    """The modes and steps of runs/lead.py --what=tokens that were trained on this machine, and
+    their differences from the baseline's repeats there. again: {name: line} of all repeats."""
+    lines, found = lead_lines("tokens"), []
+    for (mode, steps), ours in lines.items():
+        theirs = [again.get(study.name_of(line)) for line in lines.get((judge.baseline, steps), ())]
+        if ours[0]["machine"] == machine and theirs and None not in theirs:
+            found.append(f"`{mode}` with {steps:,} steps {plus_minus(gap_of(ours, theirs))}")
+    return found
 
 
 def lead_ratios(what):
