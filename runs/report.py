@@ -913,7 +913,7 @@ def summary():
     if found is None:
         return None
     named = ", ".join(f"`{each['mode']}` {plus_minus(each['steps'])}" for each in better_modes())
-    return found | {"better": named or "none"}
+    return found | {"better": named or "none", "surviving": listed(corrected()[0])}
 
 
 def readme_verdicts():
