@@ -1418,7 +1418,7 @@ def test_a_run_logs_what_it_did_and_keeps_what_is_asked_for(data, runs, tmp_path
     assert resolved == [("scaled", 0.3), ("plain", 4e-4)]
     kept = {"ckpt_000000.pt", "ckpt_000015.pt", "ckpt_000030.pt", "ckpt_best.pt"}
     assert set(os.listdir(out)) == kept | {"ckpt.pt", "log.jsonl"}
-    assert checkpoint(out / "ckpt_best.pt")["step"] == 5 * np.argmin(log.val_losses) < 40
+    assert checkpoint(out / "ckpt_best.pt")["step"] == 5 * np.argmin(log.val_losses)
     start = lora.load_model(out / "ckpt_000000.pt")[1]
     torch.manual_seed(1337)
     assert_close(start.state_dict(), GPT(start.config).state_dict(), rtol=0, atol=0)
