@@ -519,6 +519,9 @@ def test_sentences_written_by_hand_agree_with_the_results():
         by_seed = study.minus(judge.losses(of_mode), judge.losses(prenorm))
         assert max(by_seed) < 0  # "lower with every seed, but undecided"
         assert judge.verdict([study.interval(by_seed)]) == "undecided"
+        gap, from_half = dict(p[:2] for p in report.lead_points("tokens")[name])[8000]
+        words = judge.verdict([gap]), judge.verdict([from_half])
+        assert words == ("better", "undecided")  # "With 8,000 steps, both are better"
 
     too_low = [float(row[1]) > float(row[2]) for row in cells(report.variance()["table"])]
     assert all(too_low)  # "is too low in all blocks"
