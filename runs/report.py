@@ -858,11 +858,12 @@ def mixture_values():
     gaps["control"] = paired(by_seed["own"], by_seed["five"])
     values = {key: plus_minus(gap) for key, gap in gaps.items()}
     flops, ratios = mean_of(lines["own"], "flops"), lead_ratios("mod")
+    time = time_five = ""
     if names["own"] in ratios and names["five"] in ratios:
         share = {key: f"{ratios[names[key]][1]:.0%}" for key in ("own", "five")}
-        values |= {"time": f" and {share['own']} of the time"}
-        values |= {"time_five": f" ({share['five']} of the time)"}
-    return {"time": "", "time_five": ""} | values | {"flops_own": flops / mean_of(dense, "flops")}
+        time, time_five = f" and {share['own']} of the time", f" ({share['five']} of the time)"
+    values |= {"seeds": len(lead.SEEDS), "flops_own": flops / mean_of(dense, "flops")}
+    return values | {"time": time, "time_five": time_five}
 
 
 def widths_in_words():
