@@ -13,7 +13,7 @@ import lora
 import mod
 import norms
 import streams as streams_file
-from model import GPT, RESIDUALS, GPTConfig
+from model import RESIDUALS, GPTConfig
 from test_all import (
     EXTRAS,
     MOD,
@@ -21,7 +21,6 @@ from test_all import (
     assert_close,
     cases,
     checkpoint,
-    data,
     evaluated,
     golden,
     log_of,

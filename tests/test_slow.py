@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from test_lora import write_conversations
 
 import bhyt
 import checkpoint as checkpoints
@@ -37,7 +38,6 @@ from test_all import (
     TINY_RUN,
     assert_same_state,
     cases,
-    data,
     evaluated,
     log_of,
     make_data,
@@ -45,7 +45,6 @@ from test_all import (
     ranks,
     refuses,
     rms,
-    runs,
     script,
     shaken,
     some_lanes,
@@ -53,7 +52,6 @@ from test_all import (
     train,
     write_texts,
 )
-from test_lora import write_conversations
 
 pytestmark = pytest.mark.slow
 
@@ -546,7 +544,7 @@ def test_bench_keeps_every_number(data, tmp_path, capsys):
 
 def test_every_break_of_the_mutants_still_applies():
     """Here, and not in the suite that the breaks are tried on: this would notice all of them."""
-    for name, file, before, after, _ in runpy.run_path(f"{HERE}/runs/mutants.py")["BREAKS"]:
+    for name, file, before, after, _ in runpy.run_path(f"{HERE}/tests/mutants.py")["BREAKS"]:
         code = open(os.path.join(HERE, file)).read()
         assert code.count(before) == 1, f"{name}: {file} has changed"
         compile(code.replace(before, after), file, "exec")  # a mistake, but no syntax error

@@ -25,7 +25,7 @@ import data as data_file
 import generate
 import machine
 from model import GPT, RESIDUALS, GPTConfig
-from test_all import EXTRAS, HERE, TINY, cases, data, evaluated, log_of, refuses, slow, train
+from test_all import EXTRAS, HERE, TINY, cases, evaluated, log_of, refuses, slow, train
 
 on_cpu = lambda x: "cpu" if str(x).startswith("cuda") else x
 CUDA = {  # function of torch.cuda: what the fake GPU answers

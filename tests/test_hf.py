@@ -18,7 +18,6 @@ import eval as ask
 import generate
 import hf
 import lora
-import prepare_c4
 from model import GPT, GPTConfig
 from test_all import (
     HERE,
@@ -439,7 +438,6 @@ def test_tasks_equal_those_of_the_harness_on_the_same_model(begins, model_folder
     evaluator = pytest.importorskip("lm_eval")
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
-
     from test_slow import write_tasks
 
     make_tokenizer(model_folder, begins)

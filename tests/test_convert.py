@@ -1,33 +1,30 @@
 """The tests of conversion: a pre-norm model becomes one of another mode. See test_all.py."""
 
 import dataclasses
-import os
-import sys
 
 import pytest
+import study
 import torch
 import torch.nn.functional as F
+from test_lora import write_conversations
 
 import nag
 from attention import rotary_table
 from model import GPT, RESIDUALS
 from norms import RMSNorm
 from test_all import (
-    HERE,
     assert_close,
     assert_same_state,
     cases,
     centred,
     checkpoint,
     content,
-    data,
     log_of,
     mean_square,
     on_forward,
     refuses,
     resume,
     rms,
-    runs,
     send_sigterm,
     shaken,
     some_ids,
@@ -35,10 +32,6 @@ from test_all import (
     train,
     without_parallel,
 )
-from test_lora import write_conversations
-
-sys.path.append(os.path.join(HERE, "runs"))
-import study
 
 MODES = [name for name, mode in RESIDUALS.items() if hasattr(mode, "convert")]
 

@@ -20,7 +20,6 @@ from test_all import (
     assert_close,
     cases,
     counted_flops,
-    data,
     evaluated,
     every_mode,
     refuses,

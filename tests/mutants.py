@@ -1,8 +1,8 @@
 """
 Break the code on purpose and see which test of `make test` notices.
 
-    python runs/mutants.py                  all breaks, about 20 minutes on 2 cores
-    python runs/mutants.py NAME [NAME ...]  some of them
+    python tests/mutants.py                  all breaks, about 20 minutes on 2 cores
+    python tests/mutants.py NAME [NAME ...]  some of them
 
 Each break in BREAKS is a mistake that people make: a wrong sign, a mask that is off by one, a
 detached tensor. The script copies the repository, replaces one fragment of code, and runs first the
@@ -169,7 +169,7 @@ def try_break(entry):
             command += ["-k", expression, f"--basetemp={folder}/tmp"]
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-            failed = re.search(r"^FAILED test_\w+\.py::(.+?)(?: - .*)?$", ran.stdout, re.M)
+            failed = re.search(r"^FAILED \S*test_\w+\.py::(.+?)(?: - .*)?$", ran.stdout, re.M)
             if ran.returncode == 1 and failed:
                 caught = failed[1]
                 break
