@@ -213,7 +213,7 @@ def stepper(config, precision=None, compile=True, fused=True, muon=False, **attr
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)]
     if muon:
         kind = getattr(torch, precision or dtype)
-        optimizers = model.optimizers("muon", 1e-4, {}, 0.0, (0.9, 0.95), dtype=kind)
+        optimizers = model.optimizers("muon", 1e-4, {}, 0.0, dtype=kind)
     x = tokens(config, batch_size)
 
     def step():
@@ -347,7 +347,7 @@ def two_sublayers(config, shape):
 
 
 def train(settings, copy, matmul):
-    """Time training steps, and BHyT's refresh, which train.py calls every bhyt_interval steps."""
+    """Time training steps, and BHyT's refresh, which train.py calls every bhyt.INTERVAL steps."""
     runs, flops, refresh = {}, {}, {}
     for name, config in configs(settings).items():
         runs[name], model, _ = stepper(config)

@@ -9,19 +9,14 @@ x is the stream, v the mean of x^2 over the d = n_embd features, T the context l
     MLP        reads (2) with the predicted v' = v + c (lam_attention / kappa)^2                (3)
                c = |W_V W_O|_F^2 / (T d), with W_V repeated for each query head                 (4)
 
-    bhyt            (2) to (4); c is recomputed every bhyt_interval steps
+    bhyt            (2) to (4); c is recomputed every INTERVAL steps
     bhyt_exact      (2) with a measured v before the MLP as well
     prenorm_approx  RMSNorm in place of (2), and v' = v + c mean(gamma^2) in place of (3)       (5)
-
-    convert    a trained pre-norm model, whose RMSNorms have gains g, becomes one of these modes:
-               gamma = g kappa / lam, so that (2) is g x / sqrt(v + eps) with an error of
-               third order in lam x / (kappa sqrt(v + eps)). prenorm_approx keeps g             (7)
 
 Differs from the paper and its release:
 - A lam that is not learned is frozen; the release still trains it. As there, (3) detaches lam.
 - bhyt_unit is ours. gamma starts at kappa / lam, so that the first outputs have a variance near 1,
   like those of RMSNorm. W_V then reads gamma * tanh: c = |diag(gamma) W_V W_O|_F^2 / (T d).    (6)
-- (7) is ours. A converted model has bhyt_unit, because its gamma is far from 1.
 - A branch scale g multiplies the output of attention by g, and the increment in (3) by g^2.
 - (4) does not count the value embeddings (value_embeds), so v' is too small with them.
 """
@@ -31,6 +26,9 @@ from torch import nn
 
 from norms import FinalNorm, PreNorm, gathered, make_norm, readers, refuse, upcast, weight_of
 
+P = 0.99  # the share of a token's features that must stay below lam
+KAPPA = (1 - P) ** -0.5  # Eq. 1
+INTERVAL = 100  # optimizer steps between refreshes of c
 UP = (1.50631041e-08, 2.17741688e-05, 0.00356421217, 0.134382384, 0.99999997)
 DOWN = (8.4541874e-07, 0.0003399271, 0.0261362291, 0.467715592, 1)
 
@@ -60,9 +58,9 @@ class Tanh(torch.autograd.Function):
         return grad * (1 - t * t)
 
 
-def bounded_tanh(x, v, lam, gamma, kappa, eps=1e-6):
+def bounded_tanh(x, v, lam, gamma, eps=1e-6):
     """Eq. 2. gamma is None once fold has multiplied it into the next linear."""
-    y = Tanh.apply((lam / kappa) * torch.rsqrt(v + eps) * x)
+    y = Tanh.apply((lam / KAPPA) * torch.rsqrt(v + eps) * x)
     return y if gamma is None else gamma * y
 
 
@@ -86,9 +84,8 @@ class BoundedTanh(nn.Module):
         else:
             self.register_buffer("lam", torch.empty(1))
         self.start = lam
-        self.kappa = (1 - config.bhyt_p) ** -0.5  # Eq. 1
         self.eps = config.norm_eps
-        self.start_of_gain = self.kappa / lam if config.bhyt_unit else 1.0
+        self.start_of_gain = KAPPA / lam if config.bhyt_unit else 1.0
 
     def reset_parameters(self):
         nn.init.constant_(self.lam, self.start)
@@ -97,15 +94,7 @@ class BoundedTanh(nn.Module):
     def forward(self, x, v=None):
         x_float = upcast(x)
         v = x_float.square().mean(-1, keepdim=True) if v is None else v
-        return bounded_tanh(x_float, v, self.lam, self.gain, self.kappa, self.eps).to(x.dtype)
-
-
-@torch.no_grad()
-def convert(model, source, batches):
-    """Eq. 7, once the weights of source are copied: RMSNorm and BoundedTanh both call them gain."""
-    for norm in model.modules():
-        if isinstance(norm, BoundedTanh):
-            norm.gain.mul_(norm.kappa / norm.lam)
+        return bounded_tanh(x_float, v, self.lam, self.gain, self.eps).to(x.dtype)
 
 
 class BHyTEnds(FinalNorm):
@@ -116,10 +105,8 @@ class BHyTEnds(FinalNorm):
 
 
 class BHyTExact(PreNorm):
-    settings = ("bhyt_p", "bhyt_lambda", "bhyt_learned", "bhyt_unit")
+    settings = ("bhyt_lambda", "bhyt_learned", "bhyt_unit")
     ends = BHyTEnds
-    convert = staticmethod(convert)
-    converted = {"bhyt_unit": True}  # settings that a converted model must have
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -129,9 +116,8 @@ class BHyTExact(PreNorm):
 
 class PreNormApprox(PreNorm):
     settings = ("bhyt_context",)
+    predicts = True
     gain_aware = False
-    convert = staticmethod(convert)
-    converted = {}
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -168,7 +154,6 @@ class PreNormApprox(PreNorm):
 class BHyT(PreNormApprox):
     settings = (*BHyTExact.settings, *PreNormApprox.settings)
     ends = BHyTEnds
-    converted = BHyTExact.converted
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -176,7 +161,7 @@ class BHyT(PreNormApprox):
         self.gain_aware = config.bhyt_unit
 
     def output_variance(self):
-        return (self.norm.lam.detach() / self.norm.kappa).square()  # Eq. 3
+        return (self.norm.lam.detach() / KAPPA).square()  # Eq. 3
 
 
 RESIDUALS = {"bhyt": BHyT, "bhyt_exact": BHyTExact, "prenorm_approx": PreNormApprox}

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from data import atomic, file_sha256, write_json
-from model import GPTConfig
+from model import RESIDUALS, GPTConfig
 from norms import shard_like
 
 FORMAT = 3  # the format that save writes; migrate also reads formats 1 and 2
@@ -45,6 +45,7 @@ LATER_THAN_2 = {  # settings of the model that format 2 lacks, and what they wer
     "smear": 0, "value_embeds": False, "logit_cap": None, "embed_scale": None, "head_scale": None,
 }  # fmt: skip
 NEWEST = "ckpt.pt"
+FIXED = {"seed", "optimizer", "sft_data", "lora_rank"}  # and the model; the rest may change
 SAVE_ERRORS = (OSError, RuntimeError, CheckpointException)  # for example a full disk
 READ_ERRORS = (*SAVE_ERRORS, ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError)
 
@@ -143,6 +144,36 @@ def migrate(state, path):
         if name not in known:
             raise SystemExit(f"{has} and {name}={value!r}, which this code no longer has")
     return state | {"config": known | config, "settings": settings}
+
+
+def inherit(saved, settings, given, going_on):
+    """All settings of a run that starts from a checkpoint.
+
+    saved: what load returns. settings: all settings of this start. given: those that the user gave.
+    A run that goes on (resumed or branched) keeps the settings of the checkpoint. Fine-tuning keeps
+    the model and data_dir. Settings given now override these; changing a fixed one is an error.
+    """
+    model = {field.name for field in fields(GPTConfig)}
+    old = settings | saved["settings"] | saved["config"]
+    if going_on:
+        if "tokens_per_step" not in saved:
+            asks = "give it as init_from, with another out_dir"
+            raise SystemExit(f"{saved['path']} has no optimizer state: {asks}")
+        kept = {key: old[key] for key in settings}
+        fixed = FIXED | (model - {"dropout"})
+    else:
+        kept = settings | {key: old[key] for key in model | {"data_dir", "loss_chunk"}}
+        fixed = model - {"dropout", "block_size"}
+        predicts = RESIDUALS[old["residual"]].predicts
+        if predicts and given.get("block_size", old["block_size"]) != old["block_size"]:
+            kept["bhyt_context"] = old["bhyt_context"] or old["block_size"]  # keep the c it has
+    kept |= {key: settings[key] for key in ("out_dir", "init_from", "branch_from")}
+
+    changed = [key for key in given if key in fixed and given[key] != old[key]]
+    if changed:
+        differs = "; ".join(f"{key}={old[key]!r}, not {given[key]!r}" for key in changed)
+        raise SystemExit(f"{saved['path']} was trained with {differs}")
+    return kept | given
 
 
 def restore(state, optimizers):

@@ -123,21 +123,23 @@ def look(model, x, y):
         seen["update"].append(((new - old).square().mean(-1) / old.square().mean(-1)).sqrt().mean())
         seen["from embedding"].append(degrees(first, new))
         directions.append(F.normalize(new - old, dim=-1).flatten(0, 1).mean(0))
-        if hasattr(residual, "turn"):
+        if residual.rotates:
             seen["alpha"].append(residual.alpha[0])
             seen["a"].append(residual.turn(before.x).abs().mean())
-        if hasattr(residual, "mixing"):
-            seen["mixing entropy"].append(entropy(residual.mixing(before)))
-        if hasattr(residual, "weights"):
-            seen["sources"].append(residual.weights(before).flatten(0, -2).mean(0))
+        mixing, weights = residual.mixing(before), residual.weights(before)
+        if mixing is not None:
+            seen["mixing entropy"].append(entropy(mixing))
+        if weights is not None:
+            seen["sources"].append(weights.flatten(0, -2).mean(0))
         if isinstance(sublayer, Attention):
             seen["sink"].append(sink(sublayer, h, rope))
         else:
             describe(new, seen)
             seen["cosine"].append(F.cosine_similarity(last, new, dim=-1).mean())
             last = new
-    if hasattr(model.ends, "weights"):  # the last row of the matrix: what the head reads
-        seen["sources"].append(model.ends.weights(stream).flatten(0, -2).mean(0))
+    weights = model.ends.weights(stream)
+    if weights is not None:  # the last row of the matrix: what the head reads
+        seen["sources"].append(weights.flatten(0, -2).mean(0))
         seen["sources"] = list(nn.utils.rnn.pad_sequence(seen["sources"], batch_first=True))
     seen = {key: torch.stack(values) for key, values in seen.items()}
     return seen, torch.stack(directions), outcomes(model, stream, y)

@@ -1,6 +1,5 @@
 """
-Fine-tuning: low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685), conversations, and
-conversion to another residual mode.
+Fine-tuning: low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) and conversations.
 
     y = W x + b + (alpha / rank) B A dropout(x)                                                 (1)
         W and b are frozen; A (rank, in) starts random, B (out, rank) at zero
@@ -24,10 +23,13 @@ from torch import nn
 
 import checkpoint
 from data import file_sha256, start_of_text
-from model import GPT, RESIDUALS, GPTConfig
+from model import GPT, GPTConfig
 from norms import pick
 
-TARGETS = ("wq", "wk", "wv", "wo", "up", "gate", "down")  # the linears of a block
+ALPHA = 16.0  # an adapter's output is multiplied by ALPHA / rank
+DROPOUT = 0.0  # on the adapters' input
+TARGETS = "wq,wk,wv,wo"  # the linears that get an adapter: names from LINEARS
+LINEARS = ("wq", "wk", "wv", "wo", "up", "gate", "down")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -68,12 +70,10 @@ class Adapted(nn.Linear):
 def adapt(model, rank, alpha, dropout, targets):
     """Freeze the model and add an adapter to each linear named in targets, such as "wq,wv"."""
     names = targets.split(",")
-    found = {name for name, m in model.blocks.named_modules() if type(m) is nn.Linear}
-    available = [name for name in TARGETS if any(n.endswith("." + name) for n in found)]
+    found = {n.rpartition(".")[2] for n, m in model.blocks.named_modules() if type(m) is nn.Linear}
+    available = {name: name for name in LINEARS if name in found}  # experts are no linears
     for name in names:
-        if name not in available:
-            choices = ", ".join(available)
-            raise ValueError(f"lora_targets={targets!r}: {name!r} is not one of {choices}")
+        pick(available, name, "lora.TARGETS")
     model.requires_grad_(False)
     for module in [*model.blocks.modules()]:
         for name, linear in [*module.named_children()]:
@@ -147,15 +147,16 @@ def load_model(path, device="cpu"):
     return state, model.to(device).eval()
 
 
-def begin(model, state, wanted):
-    """Load a checkpoint to fine-tune it, and add adapters if wanted["rank"] is above 0.
+def begin(model, state, rank):
+    """Load a checkpoint to fine-tune it, and add adapters if rank is above 0.
 
     Returns the description of the adapters for this run's checkpoints; None without adapters.
     """
     refuse_adapters(state)
     load_state(model, state)
-    if not wanted["rank"]:
+    if not rank:
         return None
+    wanted = {"rank": rank, "alpha": ALPHA, "dropout": DROPOUT, "targets": TARGETS}
     adapt(model, **wanted)
     return wanted | {"base": os.path.abspath(state["path"]), "sha256": digest(state["path"])}
 
@@ -164,42 +165,6 @@ def refuse_adapters(state):
     if state.get("lora"):
         path = state["path"]
         raise ValueError(f"{path} holds adapters: merge them first: python lora.py {path} OUT.pt")
-
-
-# ------------------------------------------------------------------------------------------------
-# Another residual mode. Modes that a pre-norm model can become have `convert` and `converted`
-
-
-def target(state, given):
-    """The class of the mode that a checkpoint becomes with the settings given, or a ValueError."""
-    modes = {name: mode for name, mode in RESIDUALS.items() if hasattr(mode, "convert")}
-    mode = pick(modes, given.get("residual"), "convert=True, residual")
-    refuse_adapters(state)
-    needed = {"residual": "prenorm", "norm": "rms", "mod_on": "none"}
-    has, needs = (
-        ", ".join(f"{name}={values[name]!r}" for name in needed)
-        for values in (state["config"], needed)
-    )
-    if has != needs:
-        raise ValueError(f"{state['path']} has {has}: convert=True needs {needs}")
-    for name, value in {"lora_rank": 0, **mode.converted}.items():
-        if given.get(name, value) != value:
-            raise ValueError(f"convert=True needs {name}={value!r}, not {given[name]!r}")
-    return mode
-
-
-def convert(model, state, batches):
-    """Load the checkpoint of a pre-norm model into a model of another mode.
-
-    The mode's own file has the equations. batches: (inputs, targets, ...) of training text, for
-    what the mode has to measure.
-    """
-    source = GPT(GPTConfig(**state["config"] | {"block_size": model.config.block_size}))
-    load_state(source, state)
-    model.load_state_dict(source.state_dict(), strict=False)  # all weights that both have
-    RESIDUALS[model.config.residual].convert(model.eval(), source.eval(), batches)
-    model.train()
-    model.refresh()
 
 
 # ------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class Router(nn.Module):
         if self.v is not None:  # fallback: a skipping token has the same a, but rotates towards v
             return residual.write(stream, torch.where(runs, f, self.v.to(f.dtype)), scale, **known)
         new = residual.write(stream, f, scale * q if self.learned else scale, **known)
-        return skip(residual, stream, new, runs)
+        return residual.skip(stream, new, runs)
 
     @torch.no_grad()
     def count(self, q):
@@ -154,17 +154,9 @@ class Router(nn.Module):
         self.fresh.index_add_(0, bins, torch.ones_like(bins))
 
 
-def skip(residual, stream, new, runs):
-    """new for the tokens that run (B, T, 1), and stream for those that skip."""
-    if hasattr(residual, "skip"):  # a mode with more state than x and lane
-        return residual.skip(stream, new, runs)
-    lane = None if new.lane is None else torch.where(runs, new.lane, stream.lane)
-    return new.replace(x=torch.where(runs, new.x.to(stream.x.dtype), stream.x), lane=lane)
-
-
 def check(config, residual):
     kind = config.mod_router
-    if kind == "nag" and not hasattr(residual, "turn"):
+    if kind == "nag" and not residual.rotates:
         raise ValueError("mod_router='nag' needs residual='nag': other modes have no rotation")
     if kind == "nag" and not config.nag_directions:
         raise ValueError("mod_router='nag' needs nag_directions above 0: else all q are equal")

@@ -26,6 +26,7 @@ from attention import Attention, gather_rows, head_width, rotary_table
 from muon import Muon
 from norms import pick
 
+BETAS = (0.9, 0.95)  # of AdamW
 RESIDUALS = {  # name: class
     **norms.RESIDUALS,
     **nag.RESIDUALS,
@@ -68,35 +69,27 @@ class GPTConfig:
     init_out: str | None = None  # output projections: scaled, plain or zero; None: mode's default
     branch_scale: str = "one"  # factor on sublayer outputs: one, or depth for 1/sqrt(n_layer)
     dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: initial alpha before attention, MLP and head
-    mixln_share: float = 0.25  # mixln: share of the blocks that are post-norm, from the first one
-    bhyt_p: float = 0.99  # bhyt: share of a token's features that must stay below lambda
     bhyt_lambda: tuple = (2.0, 1.0, 0.0)  # bhyt: initial lambda at these places; head 0: RMSNorm
     bhyt_learned: bool = True  # bhyt: learn lambda
     bhyt_unit: bool = False  # bhyt: initial gamma gives outputs of variance 1; False: gamma is 1
     bhyt_context: int | None = None  # bhyt, prenorm_approx: the T of c; None: block_size
-    nag_alpha_power: float = 0.5  # nag: alpha of sublayer l starts at l^-nag_alpha_power
     nag_directions: int = 32  # nag: directions of the modulator; 0: no modulator, m = 1
-    nag_beta: float | None = None  # nag: the modulator's exponent; None: learned, from 1
     nag_centre: bool = True  # nag: subtract the mean from updates
     nag_orthogonal: bool = True  # nag: remove the part of an update along the stream
     nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: a constant
     nag_first_logits: float | None = 0.75  # nag: std of initial logits; None: logits / d
-    ngpt_alpha: float = 0.05  # ngpt: first step from the stream towards a sublayer's output
     hc_streams: int = 4  # hc, mhc: number of streams
-    hc_dynamic: bool = True  # hc: maps depend on the token; False: they are constants
     mhc_start: str = "prenorm"  # mhc: where the maps start: prenorm, paper or deepseek
     attnres_size: int | None = None  # attnres_block: sublayers a block; None: for 8 blocks
     moe_experts: int = 0  # experts in place of each MLP; 0: one MLP
     moe_top_k: int = 2  # moe: experts per token
     moe_shared: int = 0  # moe: width of an expert that all tokens use; 0: none
     moe_balance: str = "bias"  # moe: how the load is balanced: bias or loss
-    moe_rate: float = 1e-3  # moe: step of the bias, or weight of the loss
     mod_on: str = "none"  # which sublayers tokens may skip: none, attention, mlp or both
     mod_rate: float = 0.0  # mod: share of tokens that skip
     mod_router: str = "nag"  # mod: the router: nag, learned or random
     mod_budget: str = "global"  # mod: mod_rate is over all sublayers (global) or in each (layer)
     mod_fallback: bool = False  # mod, nag router: skipped tokens rotate towards a learned direction
-    mod_blocks: str = "all"  # mod: blocks with routers: all, alternate (every second) or inner
 
 
 # ------------------------------------------------------------------------------------------------
@@ -146,7 +139,7 @@ class MLP(nn.Module):
 
 
 def make_mlp(config):
-    act, gated, _ = pick(ACTIVATIONS, config.activation, "activation")
+    act, gated, _ = ACTIVATIONS[config.activation]
     hidden = config.n_hidden or (64 * math.ceil(config.n_embd / 24) if gated else 4 * config.n_embd)
     if not config.moe_experts:
         return MLP(config, hidden)
@@ -154,37 +147,21 @@ def make_mlp(config):
     return moe.MoE(config, act, gated, hidden, shared)
 
 
-def routed(config, b):
-    """Whether tokens may skip the attention and the MLP of block b."""
-    blocks = {"all": True, "alternate": b % 2 == 1, "inner": 0 < b < config.n_layer - 1}
-    takes_part = pick(blocks, config.mod_blocks, "mod_blocks")
-    kinds = {"none": "", "attention": "a", "mlp": "m", "both": "am"}
-    on = pick(kinds, config.mod_on, "mod_on")
-    return takes_part and "a" in on, takes_part and "m" in on
-
-
 class Block(nn.Module):
     def __init__(self, config, b):
         super().__init__()
-        residual = pick(RESIDUALS, config.residual, "residual")
+        residual = RESIDUALS[config.residual]
         self.attn, self.attn_residual = Attention(config, b), residual(config, 2 * b + 1)
         self.mlp, self.mlp_residual = make_mlp(config), residual(config, 2 * b + 2)
-        if hasattr(residual, "equip"):
-            residual.equip(self, config)
-        on_attention, on_mlp = routed(config, b)
-        self.attn_router = (
-            mod.Router(config, self.attn_residual, 2 * b + 1) if on_attention else None
-        )
-        self.mlp_router = mod.Router(config, self.mlp_residual, 2 * b + 2) if on_mlp else None
+        residual.equip(self, config)
+        self.attn_router = self.mlp_router = None
+        if config.mod_on in ("attention", "both"):
+            self.attn_router = mod.Router(config, self.attn_residual, 2 * b + 1)
+        if config.mod_on in ("mlp", "both"):
+            self.mlp_router = mod.Router(config, self.mlp_residual, 2 * b + 2)
         self.skip_attention = self.skip_mlp = False  # prune.py sets these
-        scales = {"one": 1.0, "depth": config.n_layer**-0.5}
-        self.scale = pick(scales, config.branch_scale, "branch_scale")
+        self.scale = config.n_layer**-0.5 if config.branch_scale == "depth" else 1.0
         self.drop = nn.Dropout(config.dropout)
-
-    def kind(self):
-        """Blocks of equal kinds share their compiled code."""
-        parts = self.attn.value_gate, self.attn_router, self.mlp_router
-        return self.skip_attention, self.skip_mlp, *(part is None for part in parts)
 
     def forward(self, stream, rope, docs=None, cache=None, values=None):
         return self.feed(self.attend(stream, rope, docs, cache, values))
@@ -248,7 +225,7 @@ class GPT(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.smear = Smear(config) if config.smear else None
-        self.ends = pick(RESIDUALS, config.residual, "residual").ends(config)
+        self.ends = RESIDUALS[config.residual].ends(config)
         self.blocks = nn.ModuleList(Block(config, b) for b in range(config.n_layer))
         self.value_embeds = nn.ModuleDict()
         for b, block in enumerate(self.blocks):
@@ -342,7 +319,7 @@ class GPT(nn.Module):
         outputs = {block.attn.wo for block in self.blocks} | {mlp.down for mlp in mlps}
         in_mlp = {m for block in self.blocks for m in block.mlp.modules()}
         shrinks = {"scaled": (2 * config.n_layer) ** -0.5, "plain": 1.0, "zero": 0.0}
-        shrink = pick(shrinks, init_out(config), "init_out")
+        shrink = shrinks[init_out(config)]
         for module in self.modules():
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=embed_std)
@@ -365,27 +342,23 @@ class GPT(nn.Module):
             else:
                 continue
             done.update(module.parameters(recurse=False))
-        if hasattr(RESIDUALS[config.residual], "init_sublayers"):
-            for block in self.blocks:
-                RESIDUALS[config.residual].init_sublayers(block, config)
+        for block in self.blocks:
+            RESIDUALS[config.residual].init_sublayers(block, config)
         left = [name for name, p in self.named_parameters() if p not in done]
         if left:
             names = ", ".join(left)
             raise RuntimeError(f"no rule initialises {names}: give their module reset_parameters")
 
     def compile_blocks(self):
-        """Compile block by block. Blocks share one graph, so depth does not slow compilation.
+        """Compile block by block. Equal blocks share one graph, so depth does not slow compilation.
 
-        Blocks that differ need graphs of their own: by mode (a mode's `graphs` says how many), by
-        what they skip, and by value embeddings. So do routers: for their first k, for any other k,
-        and for k = T.
+        Blocks that differ have graphs of their own: with and without value embeddings, by what
+        they skip, by the k of their routers, and in some modes by their place, for example where
+        each block reads another number of sources.
         """
-        torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a router's k changes
-        residual, limits = RESIDUALS[self.config.residual], torch._dynamo.config
-        graphs = len({block.kind() for block in self.blocks})
-        if hasattr(residual, "graphs"):
-            graphs *= residual.graphs(self.config.n_layer)
-        most = 8 * graphs  # 8 is the limit for one graph, in training and evaluation
+        limits = torch._dynamo.config
+        limits.allow_unspec_int_on_nn_module = True  # a router's k changes
+        most = 8 * len(self.blocks)  # 8 is torch's limit for one block, in training and evaluation
         limits.recompile_limit = max(limits.recompile_limit, most)
         limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, most)
         for block in self.blocks:
@@ -394,13 +367,11 @@ class GPT(nn.Module):
     def refresh(self):
         """Recompute what residuals derive from the weights, such as BHyT's c."""
         for block in self.blocks:
-            if hasattr(block.attn_residual, "refresh"):
-                block.attn_residual.refresh(block.attn)
+            block.attn_residual.refresh(block.attn)
 
     def after_step(self):
         """Let the mode change its weights after an optimizer step, such as nGPT's Eq. 1."""
-        if hasattr(self.ends, "after_step"):
-            self.ends.after_step(self)
+        self.ends.after_step(self)
 
     def param_groups(self):
         """Parameter names by optimizer group. The owning module decides, never the name.
@@ -411,6 +382,7 @@ class GPT(nn.Module):
         kinds = ("matrices", "experts", "embeddings", "head", "maps", "vectors", "gates")
         groups = {kind: [] for kind in kinds}
         residual = RESIDUALS[self.config.residual]
+        of_mode = (residual, residual.ends)
         for name, p in self.named_parameters():
             owner = self.get_submodule(name.rpartition(".")[0])
             if isinstance(owner, nn.Embedding):
@@ -421,9 +393,9 @@ class GPT(nn.Module):
                 groups["experts"].append(name)
             elif isinstance(owner, nn.Linear) and p.ndim == 2:
                 groups["matrices"].append(name)
-            elif name.rpartition(".")[2] in getattr(owner, "decays", ()):
+            elif isinstance(owner, of_mode) and name.rpartition(".")[2] in owner.decays:
                 groups["maps"].append(name)
-            elif isinstance(owner, (residual, residual.ends, mod.Router)):
+            elif isinstance(owner, (*of_mode, mod.Router)):
                 groups["gates"].append(name)
             elif p.numel() == 1 and not isinstance(owner, (nn.Linear, Attention)):
                 groups["gates"].append(name)
@@ -431,11 +403,11 @@ class GPT(nn.Module):
                 groups["vectors"].append(name)
         return groups
 
-    def optimizers(self, kind, learning_rate, rates, weight_decay, betas, **muon):
+    def optimizers(self, kind, learning_rate, rates, weight_decay, dtype=None):
         """AdamW for all, or Muon for matrices and experts and AdamW for the rest.
 
         rates are peak learning rates of other groups, such as {"gates": 1e-3}. "peak" of a group is
-        its highest learning rate. muon: more arguments of Muon.
+        its highest learning rate. dtype: that of Muon's products; None: of the parameters.
         """
         named, names = dict(self.named_parameters()), self.param_groups()
         assert sorted(sum(names.values(), [])) == sorted(named), "each parameter is in one group"
@@ -449,10 +421,10 @@ class GPT(nn.Module):
         made = []
         if kind == "muon":
             matrices = [groups.pop(key) for key in ("matrices", "experts") if key in groups]
-            made.append(Muon(matrices, learning_rate, **muon))
+            made.append(Muon(matrices, learning_rate, dtype=dtype))
         if groups:  # none are left if Muon trains only adapters
             fused = self.embed.weight.device.type in ("cuda", "cpu")
-            made.append(torch.optim.AdamW([*groups.values()], learning_rate, betas, fused=fused))
+            made.append(torch.optim.AdamW([*groups.values()], learning_rate, BETAS, fused=fused))
         return made
 
     def num_params(self, active=False):
@@ -511,6 +483,12 @@ def settings_of_others(residual):
 
 
 CHOICES = {  # settings that must be one of some names
+    "residual": RESIDUALS,
+    "norm": norms.NORMS,
+    "activation": ACTIVATIONS,
+    "init_out": (None, "scaled", "plain", "zero"),
+    "branch_scale": ("one", "depth"),
+    "mod_on": ("none", "attention", "mlp", "both"),
     "init": ("normal", "kaiming", "xavier", "uniform"),
     "mod_router": ("nag", "learned", "random"),
     "mod_budget": ("global", "layer"),
@@ -528,14 +506,12 @@ def check(config):
             raise ValueError(f"{name}={getattr(c, name)}: give at least 1")
     for name, choices in CHOICES.items():
         pick(dict.fromkeys(choices), getattr(c, name), name)
-    pick(RESIDUALS, c.residual, "residual")
-    least_blocks = {"alternate": 2, "inner": 3}.get(c.mod_blocks, 1)
     lambdas = len(c.bhyt_lambda) == 3 and min(c.bhyt_lambda[:2]) > 0
     unset = (None, GPTConfig.head_scale)
     scaling = c.rope_scaling or (1.0,)
     rising = len(scaling) == 1 or scaling[1:2] < scaling[2:3]
     scales = len(scaling) in (1, 4) and min(scaling) > 0 and rising
-    experts = not c.moe_experts or (1 <= c.moe_top_k <= c.moe_experts and c.moe_rate >= 0)
+    experts = not c.moe_experts or 1 <= c.moe_top_k <= c.moe_experts
     rules = (
         (c.rope_base > 0, f"rope_base={c.rope_base}: must be above 0"),
         (c.init_scale > 0, f"init_scale={c.init_scale}: must be above 0"),
@@ -567,27 +543,25 @@ def check(config):
         (H % G == 0, f"n_head={H} query heads do not divide over n_kv_head={G}"),
         (len(c.dyt_alpha) == 3, f"dyt_alpha={c.dyt_alpha!r}: give three starts"),
         (lambdas, f"bhyt_lambda={c.bhyt_lambda!r}: give three starts, the first two above 0"),
-        (0 <= c.mixln_share <= 1, f"mixln_share={c.mixln_share}: give a share, 0 to 1"),
-        (0 <= c.bhyt_p < 1, f"bhyt_p={c.bhyt_p}: give 0 <= p < 1"),
         (0 <= c.mod_rate < 1, f"mod_rate={c.mod_rate}: give 0 <= rate < 1"),
         (c.mod_on == "none" or c.mod_rate > 0, f"mod_on={c.mod_on!r} needs mod_rate above 0"),
         (
-            not c.mod_rate or c.n_layer >= least_blocks,
-            f"mod_blocks={c.mod_blocks!r}: none of the n_layer={c.n_layer} blocks takes part",
-        ),
-        (
             experts,
-            f"moe_experts={c.moe_experts}, moe_top_k={c.moe_top_k}, moe_rate={c.moe_rate}: "
-            "moe_top_k must be from 1 to moe_experts, and moe_rate at least 0",
+            f"moe_experts={c.moe_experts}, moe_top_k={c.moe_top_k}: "
+            "moe_top_k must be from 1 to moe_experts",
         ),
     )
     for holds, message in rules:
         if not holds:
             raise ValueError(message)
-    for switch, on in (("moe_experts above 0", c.moe_experts), ("mod_on", c.mod_on != "none")):
-        for field in fields(c) if not on else ():
-            if field.name.startswith(switch[:4]) and getattr(c, field.name) != field.default:
-                raise ValueError(f"{field.name} needs {switch}")
+    for prefix, on, needed in (
+        ("moe_", c.moe_experts > 0, "moe_experts above 0"),
+        ("mod_", c.mod_on != "none", "mod_on"),
+    ):
+        for field in fields(c):
+            unused = field.name.startswith(prefix) and not on
+            if unused and getattr(c, field.name) != field.default:
+                raise ValueError(f"{field.name} needs {needed}")
     norms.refuse(c, c.residual, **settings_of_others(c.residual))
 
 

@@ -6,8 +6,8 @@ Mixture of experts in place of the MLP. Each expert is an MLP, and a router send
         with k = 1, w = s: a weight that is always 1 would give the router no gradient
 
 The setting moe_balance chooses how the load of the experts is balanced:
-    bias   after every step, bias_e += rate * sign(mean load - load_e)    arXiv 2408.15664      (3)
-    loss   the loss gains rate * E sum_e (share of choices on e) (mean s_e)    arXiv 2101.03961 (4)
+    bias   after every step, bias_e += RATE * sign(mean load - load_e)    arXiv 2408.15664      (3)
+    loss   the loss gains RATE * E sum_e (share of choices on e) (mean s_e)    arXiv 2101.03961 (4)
 
 One parameter (E, out, in) holds a matrix of all experts. Tokens are sorted by expert and multiplied
 group by group: one kernel in bfloat16, a loop in other dtypes, because torch has no kernel there.
@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from norms import upcast
+
+RATE = 1e-3  # step of the bias, or weight of the loss
 
 
 def grouped(x, w, ends):
@@ -68,7 +70,7 @@ class MoE(nn.Module):
         super().__init__()
         E, C = config.moe_experts, config.n_embd
         self.act, self.shared = act, shared
-        self.E, self.k, self.rate = E, config.moe_top_k, config.moe_rate
+        self.E, self.k = E, config.moe_top_k
         self.by_loss = config.moe_balance == "loss"
         self.router = nn.Linear(C, E, bias=False)
         self.up = nn.Parameter(torch.empty(E, hidden, C))
@@ -90,7 +92,7 @@ class MoE(nn.Module):
         if self.training:
             self.load += load
             if self.by_loss:
-                penalty = self.rate * self.E * (load / len(experts) * s.mean(0)).sum()  # Eq. 4
+                penalty = RATE * self.E * (load / len(experts) * s.mean(0)).sum()  # Eq. 4
                 # recomputation runs this again, but must keep the first penalty
                 self.penalty = penalty if self.penalty is None else self.penalty
         y = self.run_experts(x, order, w, load).view(h.shape)
@@ -143,6 +145,6 @@ def balance(experts, world=1):
         dist.all_reduce(load)
     for layer, row in zip(experts, load):
         if not layer.by_loss:
-            layer.bias += layer.rate * torch.sign(row.mean() - row)
+            layer.bias += RATE * torch.sign(row.mean() - row)
         layer.load.zero_()
     return load / load.sum(1, keepdim=True).clamp(min=1)

@@ -25,6 +25,8 @@ import torch
 
 from norms import gathered, shard_like
 
+MOMENTUM = 0.95  # mu after its warm-up
+WARMUP = 300  # steps over which mu grows by 0.1, to MOMENTUM
 POLAR_EXPRESS = (  # (a, b, c) of each iteration, for singular values from 0.01 to 1
     (8.093369, -23.62043, 17.446152),
     (3.636586, -2.721927, 0.536546),
@@ -60,6 +62,12 @@ def norm(x):
     return x.norm(dim=(-2, -1), keepdim=True)
 
 
+def momentum_at(step):
+    """mu of a step. It starts lower, because the first gradients are soon out of date."""
+    cold = max(0, 1 - step / WARMUP)
+    return MOMENTUM - 0.1 * cold
+
+
 class Muon(torch.optim.Optimizer):
     """For matrices (rows, columns), and stacks of them such as experts (E, rows, columns).
 
@@ -67,7 +75,13 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params, lr, momentum=0.95, weight_decay=0.1, dtype=None, coefficients=POLAR_EXPRESS
+        self,
+        params,
+        lr,
+        momentum=MOMENTUM,
+        weight_decay=0.1,
+        dtype=None,
+        coefficients=POLAR_EXPRESS,
     ):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.dtype, self.coefficients = dtype, coefficients

@@ -18,22 +18,11 @@ inverse temperature of the logits. d is n_embd, l the 1-based sublayer, rms(x) =
 
 A sublayer rotates a token by the angle atan(a), and by atan(alpha_l) at most.
 
-A trained pre-norm model, x <- x + F_l(g x / rms(x)), is converted on the tokens of some text:
-
-    convert    W <- W diag(g) for all weights that read the stream, and for the head            (8)
-               alpha_l = mean(rms(f) / rms(x - mean(x))) / mean(m), f after (2) and (3) with
-               x - mean(x) in place of r                                                        (9)
-               g_dec keeps the std of the logits; both stds are weighted by pre-norm's
-               probabilities                                                                   (10)
-
 Differs from the paper:
 - (6) divides by the measured rms of r + a u, so that r cannot drift in low precision.
 - (5) clamps the mixture away from 0, where the power has an infinite gradient.
 - g_dec is initialised so that the first logits have std nag_first_logits at any depth.
 - s and all statistics are float32. r has the dtype of the stream, which may be bfloat16.
-- (8) to (10) are ours. A conversion loses the norms of the head's rows, the mean of the stream, the
-  part of f along r, and how rms(f) / rms(x) differs between tokens. A tied head also loses the gain
-  of the final norm: (8) leaves it as it is, because it is the embedding.
 """
 
 import math
@@ -43,8 +32,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from depth import walk
-from norms import NoEnds, PreNorm, Stream, readers, refuse, upcast, weight_of
+from norms import NoEnds, PreNorm, Stream, refuse, upcast
+
+ALPHA_POWER = 0.5  # alpha of sublayer l starts at l^-ALPHA_POWER
 
 
 def modulator(r, w, b, p, beta):
@@ -105,9 +95,7 @@ class NAGEnds(NoEnds):
         refuse(config, "nag", norm="rms")  # NAG has no norm to choose
         if not config.qk_norm:
             refuse(config, "nag", norm_eps=1e-6)
-        if not config.nag_directions:
-            refuse(config, "nag", nag_beta=None)
-        for name, least in (("nag_directions", 0), ("nag_beta", 1e-3), ("nag_first_logits", 1e-3)):
+        for name, least in (("nag_directions", 0), ("nag_first_logits", 1e-3)):
             value = getattr(config, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: give at least {least}")
@@ -164,99 +152,35 @@ def start_of_g_dec(config):
     """Initial g_dec: log of the wanted std of the first logits, minus s of Eqs. 1 and 6 at init."""
     if config.nag_first_logits is None:
         return -0.5 * math.log(config.n_embd)  # logits divided by d, with all gains zero
-    beta = 1.0 if config.nag_beta is None else config.nag_beta
-    m = 0.5**beta if config.nag_directions else 1.0
+    m = 0.5 if config.nag_directions else 1.0
     m *= config.n_layer**-0.5 if config.branch_scale == "depth" else 1.0
     s = 0.0
     if config.nag_lane:
         layers = range(1, 2 * config.n_layer + 1)
-        turns = [m * layer**-config.nag_alpha_power for layer in layers]
+        turns = [m * layer**-ALPHA_POWER for layer in layers]
         embedding = (config.embed_scale or config.init_scale) * (1 + config.smear) ** 0.5
         s = math.log(embedding) + sum(0.5 * math.log1p(a * a) for a in turns)
     return math.log(config.nag_first_logits) - s
 
 
-@torch.no_grad()
-def convert(model, source, batches):
-    """Eqs. 8 to 10, once the weights of source, a pre-norm model, are copied.
-
-    batches: (inputs, targets, ...) of text. Tokens whose target is -1 do not count.
-    """
-    for block, old in zip(model.blocks, source.blocks):
-        gains = (old.attn_residual.norm.gain, old.mlp_residual.norm.gain)
-        for gain, layers in zip(gains, readers(block)):
-            for layer in layers:
-                weight_of(layer).mul_(gain)  # Eq. 8
-    if not model.config.tied:
-        model.head.weight.mul_(source.ends.norm.gain)
-    residuals = [r for block in model.blocks for r in (block.attn_residual, block.mlp_residual)]
-    for residual, alpha in zip(residuals, measured_alphas(residuals, source, batches)):
-        residual.alpha.fill_(alpha)
-    model.ends.g_dec.zero_()
-    theirs, ours = logit_variances(source, model, batches)
-    model.ends.g_dec.fill_((theirs / ours).log() / 2)  # Eq. 10
-
-
-def measured_alphas(residuals, source, batches):
-    """Eq. 9 for every sublayer, (2 n_layer,)."""
-    sums = torch.zeros(len(residuals), 2)
-    for residual in residuals:
-        residual.alpha.fill_(1.0)  # so that turn returns m
-    for x, y, *docs in batches:
-        counted = y >= 0
-        steps = walk(source, x, *docs)
-        for total, residual, (_, _, _, before, after) in zip(sums, residuals, steps):
-            f = (after.x - before.x) / source.blocks[0].scale
-            r, a = direction_and_turn(before.x, f, **residual.parts)
-            total += torch.stack([a[counted].sum(), residual.turn(r)[counted].sum()])
-    return sums[:, 0] / sums[:, 1]
-
-
-def direction_and_turn(x, f, centre, orthogonal):
-    """The r of an additive stream x (..., d), and rms(f) / rms(x) after Eqs. 2 and 3."""
-    if centre:
-        x, f = (z - z.mean(-1, keepdim=True) for z in (x, f))  # Eq. 2
-    if orthogonal:
-        f = f - (f * x).sum(-1, keepdim=True) / (x * x).sum(-1, keepdim=True) * x  # Eq. 3
-    rms_x, rms_f = (z.square().mean(-1, keepdim=True).sqrt() for z in (x, f))
-    return x / rms_x, rms_f / rms_x
-
-
-def logit_variances(source, model, batches):
-    """The two variances of Eq. 10, (2,): of the logits of source, then of model."""
-    sums = torch.zeros(2)
-    for x, y, *docs in batches:
-        both = [F.linear(*each.hidden(x, *docs))[y >= 0] for each in (source, model)]  # (N, V)
-        p = both[0].softmax(-1)
-        means = [(p * logits).sum(-1, keepdim=True) for logits in both]
-        parts = [(p * (logits - mean).square()).sum() for logits, mean in zip(both, means)]
-        sums += torch.stack(parts)
-    return sums
-
-
-class NAG(nn.Module):
+class NAG(PreNorm):
     settings = (
-        "nag_alpha_power", "nag_directions", "nag_beta", "nag_centre", "nag_orthogonal",
-        "nag_lane", "nag_first_logits",
+        "nag_directions", "nag_centre", "nag_orthogonal", "nag_lane", "nag_first_logits",
     )  # fmt: skip
     ends = NAGEnds
     init_out = "plain"  # Eq. 4 removes any scale of the output
-    convert = staticmethod(convert)
-    # a conversion does not use these: Eqs. 9 and 10 replace two, and NAG has no norm
-    converted = {"nag_alpha_power": 0.5, "nag_first_logits": 0.75, "norm_eps": 1e-6}
+    rotates = True
 
     def __init__(self, config, layer):
-        super().__init__()
+        nn.Module.__init__(self)  # without PreNorm's norm
         C = config.nag_directions
         self.alpha = nn.Parameter(torch.empty(1))
         if C:
             self.w = nn.Parameter(torch.empty(C, config.n_embd))
             self.b = nn.Parameter(torch.empty(C))
             self.p = nn.Parameter(torch.empty(C))
-            if config.nag_beta is None:
-                self.raw_beta = nn.Parameter(torch.empty(1))
-        self.start = layer**-config.nag_alpha_power
-        self.beta = config.nag_beta
+            self.raw_beta = nn.Parameter(torch.empty(1))
+        self.start = layer**-ALPHA_POWER
         self.modulated = C > 0
         self.parts = dict(centre=config.nag_centre, orthogonal=config.nag_orthogonal)
         self.register_buffer("ramp", torch.ones(1))  # train.py raises it over alpha_warmup_iters
@@ -267,16 +191,14 @@ class NAG(nn.Module):
             nn.init.normal_(self.w, std=self.w.size(1) ** -0.5)
             nn.init.zeros_(self.b)
             nn.init.zeros_(self.p)
-            if self.beta is None:
-                nn.init.constant_(self.raw_beta, math.log(math.e - 1))  # softplus(raw_beta) = 1
+            nn.init.constant_(self.raw_beta, math.log(math.e - 1))  # softplus(raw_beta) = 1
 
     def turn(self, r):
         """Eq. 5: a of every token, (B, T, 1)."""
         a = self.ramp * self.alpha
         if not self.modulated:
             return a.expand(*r.shape[:-1], 1)
-        beta = F.softplus(self.raw_beta) if self.beta is None else self.beta
-        return a * modulator(r, self.w, self.b, self.p, beta)
+        return a * modulator(r, self.w, self.b, self.p, F.softplus(self.raw_beta))
 
     def read(self, stream):
         return stream.x, stream

@@ -20,7 +20,7 @@ by |h|. This changes only the gradient of the embedding, whose rows enter the st
 Adam's steps have the size of the learning rate, so a parameter's size sets how fast it can change.
 alpha, s_qk and s_z are stored near 1 / sqrt(d), the size of a matrix entry, and used as
 
-    alpha = ngpt_alpha sqrt(d) alpha^,  s_qk = sqrt(d) s_qk^,  s_z = sqrt(d) s_z^               (6)
+    alpha = ALPHA sqrt(d) alpha^,  s_qk = sqrt(d) s_qk^,  s_z = sqrt(d) s_z^                    (6)
     where alpha^, s_qk^ and s_z^ start at 1 / sqrt(d); s_u and s_v start at 1
 
 A step of Adam thus changes s_z by about sqrt(d) times the learning rate, and logits start in
@@ -42,7 +42,7 @@ Differs from the paper and its release:
 - The value embeddings of model.py, which the paper does not have, get unit rows as well.
 - With grouped queries, query heads and key heads have an s_qk each; the paper has no such heads.
 - (4) has sqrt(d) on u too, as in the release; the paper has it on v only.
-- ngpt_alpha is 0.05 at any depth, as in the release; the paper's text has 1 / n_layer.
+- ALPHA is 0.05 at any depth, as in the release; the paper's text has 1 / n_layer.
 - With the smear of model.py, which adds rows of the embedding, the first stream is unit(e).
 - unit(x) divides by 1e-6 where |x| is smaller. Statistics are float32.
 """
@@ -53,7 +53,9 @@ import torch
 from torch import nn
 
 from attention import head_width
-from norms import NoEnds, Stream, mlps, refuse, upcast, weight_of
+from norms import NoEnds, PreNorm, Stream, mlps, refuse, upcast, weight_of
+
+ALPHA = 0.05  # the first step from the stream towards a sublayer's output
 
 
 def unit(x):
@@ -118,8 +120,6 @@ class NGPTEnds(NoEnds):
         refuse(config, "ngpt", norm="rms", init_out=None)  # Eqs. 1 and 2 remove any scale
         if not config.qk_norm:
             refuse(config, "ngpt", norm_eps=1e-6)
-        if not 0 < config.ngpt_alpha <= 1:
-            raise ValueError(f"ngpt_alpha={config.ngpt_alpha}: give a step, 0 < alpha <= 1")
         self.s_z = nn.Parameter(torch.empty(config.vocab_size))
         self.root = math.sqrt(config.n_embd)
         self.smeared = config.smear > 0
@@ -142,17 +142,16 @@ class NGPTEnds(NoEnds):
                 weight.div_(length.clamp(min=1e-6))
 
 
-class NGPT(nn.Module):
-    settings = ("ngpt_alpha",)
+class NGPT(PreNorm):
     ends = NGPTEnds
     init_out = "plain"
     recipe = {"weight_decay": 0.0, "warmup_iters": 0}  # where train.py's settings are None
 
     def __init__(self, config, layer):
-        super().__init__()
+        nn.Module.__init__(self)  # without PreNorm's norm
         self.alpha = nn.Parameter(torch.empty(config.n_embd))
         self.root = math.sqrt(config.n_embd)
-        self.factor = config.ngpt_alpha * self.root
+        self.factor = ALPHA * self.root
 
     def reset_parameters(self):
         nn.init.constant_(self.alpha, 1 / self.root)

@@ -38,6 +38,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+POST_SHARE = 0.25  # mixln: the share of the blocks that are post-norm, from the first one on
+
 
 class Stream(NamedTuple):
     x: Tensor  # (B, T, C) the residual; (B, T, n C) for n streams
@@ -170,7 +172,7 @@ NORMS = {"rms": RMSNorm, "layer": LayerNorm, "none": nn.Identity}
 
 
 def make_norm(config):
-    return pick(NORMS, config.norm, "norm")(config.n_embd, config.norm_eps, config.bias)
+    return NORMS[config.norm](config.n_embd, config.norm_eps, config.bias)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -179,6 +181,8 @@ def make_norm(config):
 
 class NoEnds(nn.Module):
     """The first stream is the embedding, and the head reads the last stream unchanged."""
+
+    decays = ()  # as in PreNorm
 
     def __init__(self, config):
         super().__init__()
@@ -192,6 +196,12 @@ class NoEnds(nn.Module):
     def additive(self, stream):
         """(B, T, C) in float32: what the final norm would read if the model ended here."""
         return upcast(stream.x)
+
+    def weights(self, stream):
+        """The weights (B, T, sources) that the head gives to its sources, or None. For depth.py."""
+
+    def after_step(self, model):
+        """Change the model's weights after an optimizer step, such as nGPT's Eq. 1."""
 
 
 class FinalNorm(NoEnds):
@@ -250,20 +260,18 @@ class X0Ends(PeriEnds):
 
 
 class PreNorm(nn.Module):
-    """Eq. 3. The other files ask for these attributes, which a mode need not have:
+    """Eq. 3. Every other mode derives from this class and changes what it needs.
 
-    equip(block, config), init_sublayers(block, config)    model.py: other modules, other weights
-    graphs(n_layer), refresh(attention), ends.after_step(model)    model.py, see the methods there
-    decays, recipe    names of parameters with weight decay; weight_decay and warmup_iters
-    turn(x), ramp     a rotation, for routers, alpha_warmup_iters and depth.py
-    skip(stream, new, runs)                       mod.py: the stream of tokens that skip
-    mixing(stream), weights(stream)               depth.py: how streams or sources are mixed
-    convert(model, source, batches), converted    lora.py: conversion from pre-norm
+    read and write define a mode. The rest has defaults that change nothing.
     """
 
     settings = ()  # fields of GPTConfig that belong to this mode; other modes refuse them
     ends = FinalNorm
     init_out = "scaled"  # initialisation of the output projections if the setting init_out is None
+    recipe = {}  # weight_decay and warmup_iters, where train.py's settings are None
+    decays = ()  # names of its parameters that have weight decay
+    rotates = False  # whether it has turn, alpha and ramp, as NAG does
+    predicts = False  # whether refresh does anything
 
     def __init__(self, config, layer):
         super().__init__()
@@ -274,6 +282,28 @@ class PreNorm(nn.Module):
 
     def write(self, stream, f, gate=1.0):  # gate: a number or a tensor (B, T, 1) that multiplies f
         return stream.replace(x=stream.x + gate * f)  # Eq. 3
+
+    @staticmethod
+    def equip(block, config):
+        """Add modules to the attention and the MLP of a new block."""
+
+    @staticmethod
+    def init_sublayers(block, config):
+        """Change the initial weights of a block."""
+
+    def refresh(self, attention):
+        """Recompute what this residual derives from the weights of its block's attention."""
+
+    def skip(self, stream, new, runs):
+        """The stream after mod.py: new for the tokens that run (B, T, 1), stream for the others."""
+        lane = None if new.lane is None else torch.where(runs, new.lane, stream.lane)
+        return new.replace(x=torch.where(runs, new.x.to(stream.x.dtype), stream.x), lane=lane)
+
+    def mixing(self, stream):
+        """The matrices (B, T, n, n) that mix n streams, or None. For depth.py."""
+
+    def weights(self, stream):
+        """The weights (B, T, sources) that read gives to its sources, or None. For depth.py."""
 
 
 class PostNorm(PreNorm):
@@ -376,12 +406,11 @@ class ReZero(PreNorm):
 
 
 class MixLN(PreNorm):
-    settings = ("mixln_share",)
     init_out = "plain"
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.post = (layer - 1) // 2 < config.mixln_share * config.n_layer
+        self.post = (layer - 1) // 2 < POST_SHARE * config.n_layer
 
     def read(self, stream):
         return (stream.x if self.post else self.norm(stream.x)), stream
@@ -401,11 +430,6 @@ class X0Mix(PreNorm):
         self.starts = (1.15 - 0.10 * depth, 0.20 - 0.15 * depth)
         self.mix = nn.Parameter(torch.empty(2)) if layer % 2 == 1 else None  # before each block
         self.after_middle = b == config.n_layer // 2 + 1
-
-    @staticmethod
-    def graphs(n_layer):
-        """How many graphs blocks compile to at most: before, at and after the middle."""
-        return 3
 
     def reset_parameters(self):
         if self.mix is not None:

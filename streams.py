@@ -187,17 +187,15 @@ class Connections(PreNorm):
 
 
 class HC(Connections):
-    settings = ("hc_streams", "hc_dynamic")
+    settings = ("hc_streams",)
     ends = HCEnds
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.first, self.eps = layer % self.n, config.norm_eps
-        self.dynamic = config.hc_dynamic
         self.a = nn.Parameter(torch.empty(self.n, self.n + 2))
-        if self.dynamic:
-            self.w = nn.Parameter(torch.empty(self.n + 2, config.n_embd))
-            self.s = nn.Parameter(torch.empty(2))
+        self.w = nn.Parameter(torch.empty(self.n + 2, config.n_embd))
+        self.s = nn.Parameter(torch.empty(2))
 
     @staticmethod
     def init_sublayers(block, config):
@@ -210,17 +208,14 @@ class HC(Connections):
         self.a[:, 0] = 0  # h_pre
         self.a[self.first, 0] = 1
         nn.init.eye_(self.a[:, 2:])  # M
-        if self.dynamic:
-            nn.init.zeros_(self.w)
-            nn.init.constant_(self.s, 0.01)
+        nn.init.zeros_(self.w)
+        nn.init.constant_(self.s, 0.01)
 
     def maps(self, X):
         """Eqs. 2 and 3: h_pre and h_post (B, T, n), M (B, T, n, n)."""
-        a = upcast(self.a).expand(*X.shape[:-1], -1)  # (B, T, n, n + 2)
-        if self.dynamic:
-            s_1, s_2 = self.s.unbind()
-            s = torch.stack([s_1, s_2, *[s_1] * self.n])
-            a = a + s * torch.tanh(products(X, self.w, self.eps))
+        s_1, s_2 = self.s.unbind()
+        s = torch.stack([s_1, s_2, *[s_1] * self.n])
+        a = self.a + s * torch.tanh(products(X, self.w, self.eps))  # (B, T, n, n + 2)
         pre, post, M = a.split([1, 1, self.n], -1)
         return pre.squeeze(-1), post.squeeze(-1), M
 
@@ -309,14 +304,6 @@ class AttnRes(PreNorm):
     @staticmethod
     def sublayers_a_block(config):
         return 1
-
-    @staticmethod
-    def graphs(n_layer):
-        """How many graphs the blocks compile to. Each block has its own number of sources.
-
-        An upper bound: equal blocks share one. Routers whose k changes double it.
-        """
-        return n_layer
 
     def reset_parameters(self):
         nn.init.zeros_(self.w)

@@ -42,10 +42,12 @@ import mod
 import model as model_file
 import moe
 import nag
+import ngpt
 import norms
 import plot
 import prepare_c4
 from model import GPT, RESIDUALS, GPTConfig
+from streams import AttnRes
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 FIELDS = dataclasses.fields(GPTConfig)
@@ -119,10 +121,10 @@ def configure(*argv):
 def test_settings_take_values_of_their_type_in_the_order_given(tmp_path):
     (tmp_path / "x.py").write_text('"""A config file"""\ninclude = "y.py"\nn_embd = 6\n')
     (tmp_path / "y.py").write_text("max_iters = 1e3\nn_embd = 4")
-    argv = f"--max_iters=5 {tmp_path}/x.py --n_embd=8 --beta1=1 --out_dir=b=c --wandb_project=7"
+    argv = f"--max_iters=5 {tmp_path}/x.py --n_embd=8 --grad_clip=2 --out_dir=b=c --residual=7"
     argv += " --wandb_log=True --dyt_alpha=(1,2,3) --gate_lr=2 --min_lr=1 --min_lr=None"
     values, namespace = configure(*argv.split())
-    expected = dict(max_iters=1000, n_embd=8, beta1=1.0, out_dir="b=c", wandb_project="7")
+    expected = dict(max_iters=1000, n_embd=8, grad_clip=2.0, out_dir="b=c", residual="7")
     expected |= dict(wandb_log=True, dyt_alpha=(1, 2, 3), gate_lr=2.0, min_lr=None, seed=1337)
     assert repr({key: values[key] for key in expected}) == repr(expected)  # repr tells 1 from 1.0
     assert namespace["max_iters"] == 1000 and "n_embd" not in namespace
@@ -229,7 +231,7 @@ class Formulas:
         return self.p("norm.gain") * torch.tanh(self.p("norm.alpha") * x) + self.p("norm.shift")
 
     def bounded(self, x, v=None):
-        bound = self.p("norm.lam") * math.sqrt(1 - self.c.bhyt_p)
+        bound = self.p("norm.lam") * math.sqrt(1 - bhyt.P)
         return self.p("norm.gain") * torch.tanh(bound * self.scaled(x, v))
 
     def linear(self, x, at):
@@ -315,7 +317,7 @@ def nag_sublayer(m, R):
     a = m.s * m.p("alpha")
     if m.c.nag_directions:
         gates = torch.sigmoid(r @ m.p("w").T + m.p("b")) * torch.softmax(m.p("p"), 0)
-        a = a * gates.sum(-1, keepdim=True) ** (m.c.nag_beta or F.softplus(m.p("raw_beta")))
+        a = a * gates.sum(-1, keepdim=True) ** F.softplus(m.p("raw_beta"))
     return R + rms(R) * a * u / rms(u)
 
 
@@ -325,7 +327,7 @@ def nag_end(m, R, W):
 
 
 def ngpt_sublayer(m, h):
-    alpha = m.s * m.c.ngpt_alpha * math.sqrt(m.c.n_embd) * m.p("alpha").abs()
+    alpha = m.s * ngpt.ALPHA * math.sqrt(m.c.n_embd) * m.p("alpha").abs()
     return unit(unit(h) + alpha * (unit(m.f(h)) - unit(h)))
 
 
@@ -346,9 +348,7 @@ def hc_sublayer(m, X):
     n, A = len(X), []
     for i, x in enumerate(X):
         a = m.p("a")[i].expand(*x.shape[:-1], -1)
-        if m.c.hc_dynamic:
-            a = a + m.p("s")[[0, 1] + [0] * n] * torch.tanh(m.scaled(x) @ m.p("w").T)
-        A.append(a)
+        A.append(a + m.p("s")[[0, 1] + [0] * n] * torch.tanh(m.scaled(x) @ m.p("w").T))
     f = m.s * m.f(m.norm(sum(a[..., :1] * x for a, x in zip(A, X))))
     return [sum(a[..., 2 + k, None] * x for a, x in zip(A, X)) + A[k][..., 1:2] * f
             for k in range(n)]  # fmt: skip
@@ -397,7 +397,7 @@ copies = lambda m, e: [e] * m.c.hc_streams
 
 
 def mixln_sublayer(m, x):
-    post = m.b < m.c.mixln_share * m.c.n_layer
+    post = m.b < norms.POST_SHARE * m.c.n_layer
     return m.norm(x + m.s * m.f(x)) if post else x + m.s * m.f(m.norm(x))
 
 
@@ -446,7 +446,7 @@ EQUATIONS = {
         lambda m, h, W: math.sqrt(m.c.n_embd) * m.p("s_z") * (h @ W.T),
     ),
     "bhyt_exact": Equation(lambda m, x: x + m.s * m.f(m.bounded(x)), end=bhyt_end),
-    "bhyt": predicting(Formulas.bounded, lambda m: m.p("norm.lam") ** 2 * (1 - m.c.bhyt_p)),
+    "bhyt": predicting(Formulas.bounded, lambda m: m.p("norm.lam") ** 2 * (1 - bhyt.P)),
     "prenorm_approx": predicting(Formulas.norm, lambda m: m.p("norm.gain").square().mean()),
     "hc": Equation(hc_sublayer, copies, lambda m, X, W: m.norm(sum(X)) @ W.T),
     "mhc": Equation(mhc_sublayer, copies, mhc_end),
@@ -505,16 +505,16 @@ def test_every_mode_equals_its_equation(residual):
     dict(EXTRAS, n_head=4, n_kv_head=2, n_layer=3), dict(EXTRAS, residual="ngpt"),
     dict(residual="prenorm", norm="layer"), dict(activation="relu"),
     dict(activation="relu2"), dict(activation="silu"),
-    dict(activation="swiglu", bias=True), dict(moe_experts=3, moe_top_k=1), dict(nag_beta=2.0),
+    dict(activation="swiglu", bias=True), dict(moe_experts=3, moe_top_k=1),
     dict(moe_experts=4, moe_shared=24, activation="swiglu", n_hidden=16, bias=True),
     dict(nag_centre=False), dict(nag_orthogonal=False), dict(nag_directions=0),
     dict(nag_centre=False, nag_orthogonal=False, nag_directions=0, nag_lane=False),
     dict(residual="bhyt", bhyt_unit=True, n_head=4, n_kv_head=1, bhyt_context=8),
-    dict(residual="bhyt", bhyt_lambda=(1.0, 0.5, 0.3), bhyt_p=0.9, norm_eps=0.1),
+    dict(residual="bhyt", bhyt_lambda=(1.0, 0.5, 0.3), norm_eps=0.1),
     dict(residual="bhyt_exact", bhyt_learned=False, bhyt_lambda=(1.0, 0.5, 0.3)),
-    dict(residual="ngpt", activation="swiglu", tied=False, n_head=4, n_kv_head=2, ngpt_alpha=0.3),
+    dict(residual="ngpt", activation="swiglu", tied=False, n_head=4, n_kv_head=2),
     dict(residual="ngpt", activation="swiglu", moe_experts=4, moe_shared=24, bias=True),
-    dict(residual="hc", hc_dynamic=False), dict(residual="hc", hc_streams=3, norm_eps=0.1),
+    dict(residual="hc", hc_streams=3, norm_eps=0.1),
     dict(residual="mhc", hc_streams=3, mhc_start="deepseek"), dict(residual="mhc", hc_streams=1),
     *[dict(residual="attnres_block", attnres_size=size, n_layer=3) for size in (2, 3, 4, 9)],
 ])  # fmt: skip
@@ -644,7 +644,7 @@ def test_every_parameter_is_initialised_and_trained_in_one_group(residual):
     assert all((name.rpartition(".")[2] in decays) == (name in groups["maps"]) for name in named)
     for kind in ("adamw", "muon"):
         trained, expected = {}, {}
-        for optimizer in model.optimizers(kind, 4e-3, {"gates": 1e-3}, 0.1, (0.9, 0.95)):
+        for optimizer in model.optimizers(kind, 4e-3, {"gates": 1e-3}, 0.1):
             for group in optimizer.param_groups:
                 how = type(optimizer).__name__.lower(), group["peak"], group["weight_decay"]
                 trained |= dict.fromkeys(group["params"], how)
@@ -684,9 +684,9 @@ def test_initial_weights_have_the_expected_size(how, std):
 
 OTHER = dict(  # valid values for settings where twice the default is not valid
     n_kv_head=1, residual="lns", norm="layer", activation="swiglu", dropout=0.5, init="xavier",
-    init_out="plain", branch_scale="depth", bhyt_p=0.9, moe_balance="bias", mod_on="both",
-    mod_rate=0.5, mod_router="learned", mod_budget="layer", mod_blocks="inner", mhc_start="paper",
-    mixln_share=1.0, block_size=128, rope_scaling=(4.0,), attn_bias="all",
+    init_out="plain", branch_scale="depth", moe_balance="bias", mod_on="both", mod_rate=0.5,
+    mod_router="learned", mod_budget="layer", mhc_start="paper", block_size=128,
+    rope_scaling=(4.0,), attn_bias="all",
 )  # fmt: skip
 
 
@@ -733,27 +733,23 @@ ANY_NAME = dict(MOD, residual="prenorm", mod_router="learned", moe_experts=2)
     *[(dict(residual=r, norm="layer"), f"residual={r!r} does not use norm: leave it at 'rms'")
       for r in ("dyt", "nag", "bhyt", "bhyt_exact", "prenorm_approx", "ngpt")],
     *[({name: value}, f"{name}={value}") for name, value in dict(
-      n_layer=0, dropout=1.0, init_scale=0.0, rope_base=0.0, nag_directions=-1, nag_beta=-1.0,
+      n_layer=0, dropout=1.0, init_scale=0.0, rope_base=0.0, nag_directions=-1,
       nag_first_logits=0.0).items()],
     (dict(residual="prenrm"), "residual='prenrm': choose one of none, postnorm, prenorm"),
-    (dict(residual="ngpt", ngpt_alpha=0.0), "ngpt_alpha=0.0: give a step"),
     (dict(residual="ngpt", init_out="zero"), "does not use init_out: leave it at None"),
     (dict(residual="none", branch_scale="depth"), "residual='none' does not use branch_scale"),
     (dict(norm_eps=1e-5), "'nag' does not use norm_eps"),
-    (dict(nag_directions=0, nag_beta=1.0), "does not use nag_beta: leave it at None"),
     (dict(n_head=3), "n_embd=32 does not divide into n_head=3 heads"), (dict(n_head=32), "even"),
     (dict(n_head=4, n_kv_head=3), "n_head=4 query heads do not divide over n_kv_head=3"),
-    (dict(dyt_alpha=(1.0,)), "three starts"), (dict(residual="bhyt", bhyt_p=1.0), "0 <= p < 1"),
+    (dict(dyt_alpha=(1.0,)), "three starts"),
     (dict(residual="bhyt", bhyt_lambda=(2.0, 0.0, 0.0)), "three starts"),
     (dict(moe_top_k=3), "moe_top_k needs moe_experts above 0"),
     (dict(moe_experts=2, moe_top_k=3), "moe_experts=2, moe_top_k=3"),
-    (dict(moe_experts=2, moe_rate=-1.0), "moe_rate at least 0"),
     (dict(mod_rate=0.5), "mod_rate needs mod_on"), (dict(mod_fallback=True), "needs mod_on"),
     (dict(mod_on="both", mod_rate=1.0), "0 <= rate < 1"), (dict(mod_on="mlp"), "mod_rate above 0"),
     (dict(MOD, nag_directions=0), "needs nag_directions above 0"),
     (dict(MOD, residual="lns"), "mod_router='nag' needs residual='nag'"),
     (dict(MOD, mod_router="learned", mod_fallback=True), "does not use mod_fallback"),
-    (dict(MOD, mod_blocks="inner"), "none of the n_layer=2 blocks takes part"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit_raise_when_the_model_is_built(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -765,7 +761,7 @@ def test_settings_that_do_not_fit_raise_when_the_model_is_built(changes, message
     dict(residual="lns", moe_experts=4, moe_shared=16), dict(mod_on="both", mod_rate=0.25),
     dict(mod_on="mlp", mod_rate=0.5, mod_router="random"),
     dict(residual="dyt", mod_on="attention", mod_rate=0.4, mod_router="learned", n_kv_head=1),
-    dict(MOD, moe_experts=4, moe_top_k=1, mod_router="learned", mod_blocks="alternate"),
+    dict(MOD, moe_experts=4, moe_top_k=1, mod_router="learned"),
     dict(residual="ngpt", n_head=4, n_kv_head=1, activation="swiglu", moe_experts=4, moe_shared=16),
 ])  # fmt: skip
 def test_flops_are_those_that_torch_counts(changes, monkeypatch):
@@ -813,8 +809,7 @@ def test_compiled_equals_eager_and_blocks_share_graphs(backend, changes, monkeyp
                 router.share.fill_(0.2 + 0.05 * i + 0.1 * turn)
                 router.update_k()
     # the first block may have its own graph, and so may a changing k
-    mode = RESIDUALS[eager.config.residual]
-    most = mode.graphs(4) if hasattr(mode, "graphs") else 2
+    most = {"attnres": 4, "attnres_block": 4, "x0mix": 3}.get(eager.config.residual, 2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= most + ("mod_on" in changes)
 
 
@@ -883,7 +878,7 @@ def test_nag_in_float32_has_the_documented_precision_near_a_parallel_update(degr
 @cases("changes", [
     dict(n_layer=1, n_embd=128), dict(n_layer=8), dict(n_layer=64, init_scale=0.1),
     dict(nag_directions=0), dict(nag_lane=False), dict(tied=False), dict(branch_scale="depth"),
-    dict(nag_beta=3.0, nag_alpha_power=0.1), dict(nag_first_logits=0.6),
+    dict(nag_first_logits=0.6),
     dict(smear=4, n_embd=256, embed_scale=0.8, tied=False),
 ])  # fmt: skip
 def test_nag_starts_its_logits_at_the_same_size_at_any_depth(changes):
@@ -983,8 +978,9 @@ def test_grouped_products_and_gradients_equal_a_loop_over_groups():
     assert_close((kernel, *grads[0]), (loop, *grads[1]), rtol=2e-2, atol=2e-2)
 
 
-def test_the_balance_loss_equals_its_formula_and_recomputation_does_not_change_it():
-    a, b = (tiny(moe_experts=4, moe_balance=how, moe_rate=0.5) for how in ("loss", "bias"))
+def test_the_balance_loss_equals_its_formula_and_recomputation_does_not_change_it(monkeypatch):
+    monkeypatch.setattr(moe, "RATE", 0.5)
+    a, b = (tiny(moe_experts=4, moe_balance=how) for how in ("loss", "bias"))
     idx, experts = some_ids(8), moe.layers(a)
     expected = b(idx, idx)[1]
     for layer, (_, _, h, _, _) in zip(experts, [*depth.walk(a, idx)][1::2]):
@@ -1002,8 +998,9 @@ def test_the_balance_loss_equals_its_formula_and_recomputation_does_not_change_i
     assert a.num_params() - a.num_params(active=True) == unused
 
 
-def test_the_bias_balances_experts():
-    how = dict(moe_experts=4, moe_rate=0.02, residual="prenorm")
+def test_the_bias_balances_experts(monkeypatch):
+    monkeypatch.setattr(moe, "RATE", 0.02)
+    how = dict(moe_experts=4, residual="prenorm")
     models = [tiny(**how).to(dtype) for dtype in (None, torch.bfloat16)]
     for model in models:
         model.blocks[0].mlp.router.weight.data[0] *= 8  # the favourite of some tokens
@@ -1098,7 +1095,7 @@ def test_a_token_runs_or_skips_as_documented(changes):
         f = sublayer(h, (model.cos, model.sin)) if i % 2 == 0 else sublayer(h)
         ran = residual.write(before, f, s * q if router.kind == "learned" else s)
         assert_close(after.x, torch.where(q >= router.tau, ran.x, skips), rtol=1e-6, atol=1e-6)
-        if after.lane is not None and router.v is None and not hasattr(residual, "skip"):
+        if after.lane is not None and router.v is None and not isinstance(residual, AttnRes):
             assert_close(after.lane, torch.where(q >= router.tau, ran.lane, before.lane))
         shares.append((q < router.tau).double().mean().item())
     assert 0 < np.mean(shares) < 1
@@ -1110,11 +1107,13 @@ def test_a_token_runs_or_skips_as_documented(changes):
     assert mod.skipped(mod.routers(model)) == pytest.approx(np.mean(shares), abs=0.04)
 
 
-@cases("where, blocks", [("all", [0, 1, 2, 3]), ("alternate", [1, 3]), ("inner", [1, 2])])
-def test_routers_are_where_the_settings_say(where, blocks):
-    for kind, name in (("attention", "attn_router"), ("mlp", "mlp_router")):
-        model = tiny(n_layer=4, mod_on=kind, mod_rate=0.5, mod_blocks=where)
-        routers = [getattr(model.blocks[b], name) for b in blocks]
+def test_routers_are_where_the_settings_say():
+    for kind, names in (
+        ("attention", ["attn_router"]), ("mlp", ["mlp_router"]),
+        ("both", ["attn_router", "mlp_router"]),
+    ):  # fmt: skip
+        model = tiny(n_layer=4, mod_on=kind, mod_rate=0.5)
+        routers = [getattr(block, name) for block in model.blocks for name in names]
         assert mod.routers(model) == routers and None not in routers
 
 
@@ -1328,6 +1327,7 @@ def ranks(data, out, world=2, sigterm_to=None, **settings):
 
 
 def one_rank(rank, world, port, sigterm_to, data, out, settings):
+    bhyt.INTERVAL = 4
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -1403,15 +1403,13 @@ def runs(data, tmp_path_factory):
 def test_a_run_logs_what_it_did_and_keeps_what_is_asked_for(data, runs, tmp_path):
     out, same = tmp_path / "run", tiny(vocab_size=257)
     how = dict(max_iters=40, eval_interval=5, keep_interval=15, save_best=True, init_out="scaled")
-    train(data, out, **how, learning_rate=1.0, min_lr=1.0, log_grad_norms=True)
+    train(data, out, **how, learning_rate=1.0, min_lr=1.0)
     log, header, default = log_of(out), log_of(out).headers[0], log_of(runs / "a").headers[0]
     first, *_, last = log.records[1:]
     assert log.steps == list(range(41)) and last["tokens"] == 40 * 4 * 32
     assert last["flops"] == last["tokens"] * same.flops_per_token()
     assert abs(log.val_losses[0] - math.log(257)) < 0.4 and log.val_losses[-1] < 4
     assert {"loss", "lr", "tok_s", "mfu", "mem_gb", "bad_steps"} <= set(first)
-    assert first["grad_norms"].keys() == dict(same.named_parameters()).keys()
-    assert math.hypot(*first["grad_norms"].values()) == pytest.approx(first["grad_norm"], rel=1e-4)
     assert {"settings", "versions", "device", "git"} <= set(header)
     assert header["params"]["all"] == sum(p.numel() for p in same.parameters())
     resolved = [(h["resolved"]["init_out"], h["resolved"]["min_lr"]) for h in (header, default)]
@@ -1426,9 +1424,8 @@ def test_a_run_logs_what_it_did_and_keeps_what_is_asked_for(data, runs, tmp_path
 
 @cases("more", [
     dict(alpha_warmup_iters=5, optimizer="muon"), dict(residual="dyt", schedule="wsd"),
-    dict(gradient_accumulation_steps=2, mod_on="both", mod_rate=0.4),
-    dict(residual="bhyt", bhyt_interval=2, moe_experts=4, mod_on="mlp", mod_rate=0.3,
-         mod_router="learned"),
+    dict(total_batch_tokens=256, mod_on="both", mod_rate=0.4),
+    dict(residual="bhyt", moe_experts=4, mod_on="mlp", mod_rate=0.3, mod_router="learned"),
     dict(residual="ngpt", tied=False, moe_experts=4, mod_on="both", mod_rate=0.3,
          mod_router="learned"),
 ])  # fmt: skip
@@ -1436,6 +1433,7 @@ def test_stopped_and_resumed_equals_never_stopped(data, tmp_path, monkeypatch, c
     """The run stops on a SIGTERM. It is moved before it is resumed."""
     one, old, two = (tmp_path / name for name in ("one", "old", "two"))
     how = dict(dropout=0.1, learning_rate=1e-3, eval_interval=2, save_interval=0, **more)
+    monkeypatch.setattr(bhyt, "INTERVAL", 2)
     train(data, one, **how)
     with monkeypatch.context() as patch:
         on_forward(patch, send_sigterm)
@@ -1460,7 +1458,10 @@ def test_a_run_survives_a_kill_in_the_first_step_and_a_full_disk(data, runs, tmp
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         on_forward(patch, dies)
         train(data, tmp_path, init_from="auto")
-    train(data, tmp_path, init_from="auto", max_iters=3, lr_decay_iters=6)
+    with monkeypatch.context() as patch:
+        on_forward(patch, send_sigterm)
+        train(data, tmp_path, init_from="auto")
+    stopped_at = checkpoint(tmp_path)["step"]
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
@@ -1469,7 +1470,8 @@ def test_a_run_survives_a_kill_in_the_first_step_and_a_full_disk(data, runs, tmp
         refuses(message, resume, tmp_path, max_iters=6)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert checkpoint(tmp_path)["step"] == 3 and not glob.glob(f"{tmp_path}/*.tmp")
+    assert checkpoint(tmp_path)["step"] == stopped_at < 6
+    assert not glob.glob(f"{tmp_path}/*.tmp")
     resume(tmp_path, max_iters=6)
     assert_same_state(tmp_path, runs / "a")
     assert log_of(tmp_path).steps == list(range(7))
@@ -1478,16 +1480,13 @@ def test_a_run_survives_a_kill_in_the_first_step_and_a_full_disk(data, runs, tmp
 def test_a_run_that_goes_on_may_change_some_settings_and_no_others(data, runs, tmp_path):
     run = shutil.copytree(runs / "a", tmp_path / "run")
     how = dict(max_iters=7, batch_size=1, learning_rate=1e-4)
-    may_change = resume(run, init_from="auto", **how)["MAY_CHANGE"]
+    resume(run, init_from="auto", **how)
     assert checkpoint(run)["step"] == 7 and log_of(run).records[-1]["tokens"] == 7 * 128
-    known = set(configurator.settings_of(os.path.join(HERE, "train.py")))
-    fixed = "seed optimizer beta1 beta2 sft_data convert lora_rank lora_alpha lora_dropout".split()
-    assert known - may_change == {*fixed, "lora_targets"} and may_change <= known | {"dropout"}
     before = content(run)
     for name, old, new in (
         ("residual", "'nag'", "lns"), ("n_embd", "32", "64"), ("tokens_per_step", "128", "64"),
-        ("seed", "1337", "2"), ("optimizer", "'adamw'", "muon"), ("beta2", "0.95", "0.9"),
-        ("sft_data", "None", __file__),
+        ("seed", "1337", "2"), ("optimizer", "'adamw'", "muon"),
+        ("sft_data", "None", __file__), ("lora_rank", "0", "4"),
     ):  # fmt: skip
         given = {name.replace("tokens_per_step", "total_batch_tokens"): new}
         refuses(f"run/ckpt.pt was trained with {name}={old}, not ", resume, run, **given)
@@ -1538,11 +1537,9 @@ def test_evaluation_does_not_touch_training_and_is_the_exact_mean(data, tmp_path
 
 @cases("setting, like", [*((setting, None) for setting in [
     "init_from=PATH", "max_iters=5", "flops_budget=1e7", "batch_size=2", "seed=2", "min_lr=0.0",
-    "gradient_accumulation_steps=2", "total_batch_tokens=256", "optimizer=muon", "gate_lr=0.1",
-    "learning_rate=1e-3", "weight_decay=0.5", "beta1=0.5", "beta2=0.5", "grad_clip=0.01",
-    "schedule=wsd", "warmup_iters=4", "warmup_share=0.5", "lr_decay_iters=12", "dtype=bfloat16",
-    "alpha_warmup_iters=4", "embed_lr=0.1", "head_lr=0.1 --tied=False",
-    "momentum=0.5 --optimizer=muon", "momentum_warmup_iters=6 --optimizer=muon",
+    "total_batch_tokens=256", "optimizer=muon", "gate_lr=0.1", "learning_rate=1e-3",
+    "weight_decay=0.5", "grad_clip=0.01", "schedule=wsd", "warmup_iters=4", "warmup_share=0.5",
+    "dtype=bfloat16", "alpha_warmup_iters=4", "embed_lr=0.1", "head_lr=0.1 --tied=False",
 ]), ("recompute=True --loss_chunk=50", "a"),
     ("recompute=True --loss_chunk=50 --compile=True --residual=lns", "c")])  # fmt: skip
 def test_a_setting_changes_the_losses_or_only_memory(data, runs, tmp_path, setting, like):
@@ -1551,16 +1548,19 @@ def test_a_setting_changes_the_losses_or_only_memory(data, runs, tmp_path, setti
     assert losses == pytest.approx(before, abs=1e-4) if like else losses != before
 
 
-def test_alpha_warms_up_and_the_log_has_the_health_of_the_gates(data, runs, tmp_path, capsys):
+def test_alpha_warms_up_and_the_log_has_the_health_of_the_gates(
+    data, runs, tmp_path, capsys, monkeypatch
+):
     def ramps(run):
         return [x.item() for name, x in checkpoint(run)["model"].items() if name.endswith(".ramp")]
 
     slow, on = tmp_path / "slow", tmp_path / "on"
-    train(data, slow, alpha_warmup_iters=10, eval_interval=2, nag_alpha_power=20)
+    monkeypatch.setattr(nag, "ALPHA_POWER", 20)
+    train(data, slow, alpha_warmup_iters=10, eval_interval=2)
     gates = [r["gates"]["a"] for r in log_of(slow).records if r["val_loss"]]
     assert [len(a) for a in gates] == [4] * 4 and ramps(slow) == pytest.approx([0.6] * 4)
     assert "warning" not in capsys.readouterr().out
-    train(data, on, init_from=slow, nag_alpha_power=20)
+    train(data, on, init_from=slow)
     assert "warning: 3 of 4 sublayers hardly rotate the stream" in capsys.readouterr().out
     healthy, other = log_of(runs / "a").records[-1]["gates"], log_of(runs / "c").records[-1]
     assert healthy["dead"] == healthy["floor"] == 0 and 0.3 < healthy["a"][0] < 0.7
@@ -1583,10 +1583,12 @@ def test_learning_rates_and_a_budget_of_flops(data, tmp_path):
 
 
 def test_bad_steps_are_skipped_and_counted_and_too_many_stop(data, tmp_path, monkeypatch):
-    on_forward(monkeypatch, lambda number, loss: loss * math.inf if number in (3, 6, 7) else loss)
-    how = dict(max_bad_steps=2, keep_interval=1, save_interval=1, max_iters=20)
-    refuses("2 steps in a row, up to step 7, had a loss", train, data, tmp_path, **how)
-    assert [r["bad_steps"] for r in log_of(tmp_path).records[1:]] == [0, 0, 1, 0, 0, 1, 2]
+    bad = (3, 6, 7, 8, 9, 10)
+    on_forward(monkeypatch, lambda number, loss: loss * math.inf if number in bad else loss)
+    how = dict(keep_interval=1, save_interval=1, max_iters=20)
+    refuses("5 steps in a row, up to step 10, had a loss", train, data, tmp_path, **how)
+    counted = [r["bad_steps"] for r in log_of(tmp_path).records[1:]]
+    assert counted == [0, 0, 1, 0, 0, 1, 2, 3, 4, 5]
     assert log_of(tmp_path).losses[2] is None and not (tmp_path / "ckpt_000003.pt").exists()
     for name, step, updates in (("ckpt_000002", 2, 2), ("ckpt_000004", 4, 3), ("ckpt", 5, 4)):
         state = checkpoint(tmp_path / f"{name}.pt")
@@ -1627,12 +1629,10 @@ BAD_INPUT = {
         ("--rope_base=0", "must be above 0"), ("--vocab_size=100", "set --vocab_size=257 or more"),
         ("--block_size=30000", "shorter than one window"), ("--data_dir=/x", "/x holds no prepar"),
         ("--total_batch_tokens=200", "do not divide over 1 ranks in sequences of 32 tokens"),
-        ("--total_batch_tokens=128 --gradient_accumulation_steps=2", "set one, and the other to"),
-        ("--alpha_warmup_iters=9 --residual=lns", "alpha_warmup_iters=9 needs a mode that rotates"),
-        ("--bhyt_interval=9", "needs a mode that predicts"), ("--lora_rank=4", "a trained model"),
-        ("--momentum=0.9", "needs optimizer='muon'"), ("--head_lr=1.0", "needs tied=False"),
+        ("--alpha_warmup_iters=9 --residual=lns", "alpha_warmup_iters=9 needs residual='nag'"),
+        ("--lora_rank=4", "a trained model"), ("--head_lr=1.0", "needs tied=False"),
         ("--head_scale=1.0", "needs tied=False"), ("--smear=-1", "must be at least 0"),
-        ("--bf16_stream=True", "needs dtype='bfloat16'"), ("--lora_dropout=0.5", "need lora_rank"),
+        ("--bf16_stream=True", "needs dtype='bfloat16'"),
         ("--branch_from=x --init_from=y", "starts a new run"), ("--branch_from=/x", "/x: no such"),
         ("--init_from=/x.pt", "/x.pt: no such checkpoint"), ("--init_from=resume", "no such check"),
         (f"--init_from={HERE}", "no such check"), (f"--init_from={__file__}", "is no checkpoint"),
@@ -1663,10 +1663,10 @@ def test_wandb_gets_the_records_when_asked_and_is_not_needed_otherwise(data, tmp
     assert log_of(tmp_path).records[-1]["mem_gb"] is None
     fake = SimpleNamespace(init=lambda **how: seen.append(how), log=log)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    train(data, tmp_path / "with", wandb_log=True, wandb_project="mine")
+    train(data, tmp_path / "with", wandb_log=True)
     resume(tmp_path / "with", max_iters=7)
     begun, *steps, resumed, last = seen
-    assert begun["project"] == "mine" and steps == [*range(7)] and last == 7
+    assert begun["project"] == "residual" and steps == [*range(7)] and last == 7
     assert resumed["id"] == begun["id"] and resumed["resume"] == "allow"
 
 
@@ -1697,9 +1697,11 @@ def over_ranks(data, tmp_path_factory):
     """The same run in one process, in two with DDP, and in two with FSDP. The last one is stopped
     by a signal to its second rank, and resumed."""
     at = tmp_path_factory.mktemp("ranks")
-    how = dict(max_iters=8, gradient_accumulation_steps=3, keep_interval=4, save_best=True)
-    how |= dict(residual="bhyt", bhyt_unit=True, bhyt_interval=4)
-    train(data, at / "one", **how)
+    how = dict(max_iters=8, total_batch_tokens=384, keep_interval=4, save_best=True)
+    how |= dict(residual="bhyt", bhyt_unit=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bhyt, "INTERVAL", 4)
+        train(data, at / "one", **how)
     ranks(data, at / "ddp", **how)
     ranks(data, at / "fsdp", **how, shard="fsdp", sigterm_to=1)
     assert "stopped by a signal at step 2, saved" in open(at / "fsdp.rank0.txt").read()
@@ -1719,6 +1721,7 @@ def test_two_ranks_have_the_curve_of_one_process(over_ranks, tmp_path, monkeypat
         assert one[key].item() == pytest.approx(c, rel=1e-4) == two[key].item()
         assert old["model"][key].item() != pytest.approx(c, rel=1e-3)
     for path in paths:
+        monkeypatch.setattr(bhyt, "INTERVAL", 4)
         resume(path, max_iters=10, shard="none")
     one, two = map(log_of, paths)
     assert two.steps == list(range(11)) and two.losses == pytest.approx(one.losses, abs=1e-4)

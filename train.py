@@ -23,10 +23,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import bhyt
 import checkpoint
 import lora
 import mod
 import moe
+import muon
 from configurator import configure, echo
 from data import Loader, Windows, atomic, eval_batches, is_imported, meta_tokenizer, spread
 from depth import gate_health
@@ -43,7 +45,7 @@ from machine import (
     prepare_process,
 )
 from model import GPT, RESIDUALS, GPTConfig, evaluate, init_out
-from norms import gathered
+from norms import PreNorm, gathered
 
 # where things are
 data_dir = "data/python"  # shards that prepare_c4.py made
@@ -54,8 +56,7 @@ branch_from: str | None = None  # a checkpoint to continue in a new out_dir, opt
 max_iters = 1500  # optimizer steps
 flops_budget: float | None = None  # training FLOPs, in place of max_iters
 batch_size = 4  # the most sequences per rank in a micro-step
-gradient_accumulation_steps: int | None = None  # micro-steps per step, over all ranks; None: 1
-total_batch_tokens: int | None = None  # tokens per step; in place of gradient_accumulation_steps
+total_batch_tokens: int | None = None  # tokens per step; None: batch_size sequences
 seed = 1337  # seed of initialisation, data order and dropout
 # optimizer
 optimizer = "muon"  # muon for the matrices and adamw for the rest, or adamw for all
@@ -63,39 +64,26 @@ learning_rate = 8e-3  # peak learning rate
 gate_lr: float | None = None  # peak for the residual's scalars and gates; None: learning_rate
 embed_lr: float | None = 0.1  # peak for the embeddings; None: learning_rate
 head_lr: float | None = 0.02  # peak for a head that is not tied; None: learning_rate
-momentum = 0.95  # muon
-momentum_warmup_iters = 300  # muon: steps over which momentum grows by 0.1, to its value
 alpha_warmup_iters = 0  # nag: steps over which its rotations grow from zero to full
-bhyt_interval = 100  # bhyt, prenorm_approx: steps between refreshes of c
 weight_decay: float | None = None  # for matrices and embeddings; None: the mode's, usually 0
-beta1 = 0.9  # adamw
-beta2 = 0.95  # adamw
 grad_clip = 1.0  # largest norm of the whole gradient; 0: no clipping
 schedule = "wsd"  # decay of the learning rate: cosine, or wsd: linear over the last wsd_share
 wsd_share = 0.65  # wsd: share of the steps that decay
 warmup_iters: int | None = None  # steps of linear warm-up; None: the mode's, usually 20
 warmup_share: float | None = None  # share of all steps, in place of warmup_iters
-lr_decay_iters: int | None = None  # step at which the learning rate reaches min_lr; None: the last
 min_lr: float | None = None  # final learning rate; None: a tenth of learning_rate
-max_bad_steps = 5  # stop after this many steps in a row with a non-finite loss or gradient
 # fine-tuning
 sft_data: str | None = None  # conversations: a .jsonl in LIMA's format or a name on the hub
 lora_rank = 0  # rank of adapters that train in place of the weights; 0: none
-lora_alpha = 16.0  # lora: an adapter's output is multiplied by lora_alpha / lora_rank
-lora_dropout = 0.0  # lora: on the adapters' input
-lora_targets = "wq,wk,wv,wo"  # lora: linears that get an adapter; also up, gate, down
-convert = False  # convert the pre-norm model of init_from to the mode given by residual
 # evaluation, logging and saving
 eval_interval = 300  # steps between evaluations; 0: never
 eval_tokens: int | None = 98304  # validation tokens, spread over the split; None: all of it
 val_part = "all"  # of the validation split: all, or one half of its windows: tune or report
 log_interval = 1  # steps between log lines
-log_grad_norms = False  # also log the gradient norm of every parameter, before clipping
 save_interval: int | None = None  # steps between saves; 0: start and end; None: saves_by_time
 keep_interval = 0  # steps between checkpoints that are kept, from step 0 on; 0: none
 save_best = False  # also keep the checkpoint with the lowest validation loss
 wandb_log = False  # send the records to wandb as well
-wandb_project = "residual"  # project on wandb
 # machine
 device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
 dtype = "auto"  # float32 or bfloat16 autocast; auto: bfloat16 if the hardware supports it
@@ -115,27 +103,13 @@ def fail(message):
 # ------------------------------------------------------------------------------------------------
 # Settings: the checkpoint's, if the run starts from one. Settings given now override them.
 
-MAY_CHANGE = set(  # on resume or branch; the others define model, data order and optimizer
-    "data_dir out_dir init_from branch_from max_iters flops_budget batch_size "
-    "gradient_accumulation_steps total_batch_tokens learning_rate gate_lr alpha_warmup_iters "
-    "embed_lr head_lr momentum momentum_warmup_iters bhyt_interval weight_decay grad_clip "
-    "schedule wsd_share warmup_iters warmup_share lr_decay_iters min_lr max_bad_steps "
-    "eval_interval eval_tokens val_part log_interval log_grad_norms save_interval keep_interval "
-    "save_best wandb_log wandb_project device dtype compile loss_chunk recompute shard "
-    "dropout".split()
-)
-ABOVE_0 = (
-    "max_iters batch_size gradient_accumulation_steps log_interval max_bad_steps bhyt_interval "
-    "loss_chunk learning_rate eval_tokens flops_budget total_batch_tokens lr_decay_iters wsd_share"
-)
-AT_LEAST_0 = (
-    "seed weight_decay grad_clip beta1 beta2 gate_lr embed_lr head_lr warmup_iters "
-    "alpha_warmup_iters momentum_warmup_iters "
-    "eval_interval save_interval keep_interval lora_rank"
-)
-BATCH = {"gradient_accumulation_steps", "total_batch_tokens"}
-CONVERT_TOKENS = 8192  # training tokens on which a conversion measures the old model
+MAX_BAD_STEPS = 5  # stop after so many steps in a row with a non-finite loss or gradient
+WANDB_PROJECT = "residual"
 MODEL_SETTINGS = {field.name for field in fields(GPTConfig)}
+ABOVE_0 = "max_iters batch_size log_interval loss_chunk learning_rate eval_tokens flops_budget"
+ABOVE_0 += " total_batch_tokens wsd_share"
+AT_LEAST_0 = "seed weight_decay grad_clip gate_lr embed_lr head_lr warmup_iters alpha_warmup_iters"
+AT_LEAST_0 += " eval_interval save_interval keep_interval lora_rank"
 RULES = (  # (names of settings, condition on their values, the condition in words)
     ("optimizer", lambda v: v in ("adamw", "muon"), "adamw or muon"),
     ("schedule", lambda v: v in ("cosine", "wsd"), "cosine or wsd"),
@@ -143,72 +117,32 @@ RULES = (  # (names of settings, condition on their values, the condition in wor
     ("val_part", lambda v: v in ("all", "tune", "report"), "all, tune or report"),
     (ABOVE_0, lambda v: v > 0, "above 0"),
     (AT_LEAST_0, lambda v: v >= 0, "at least 0"),
-    ("lora_dropout", lambda v: 0 <= v < 1, "a share, below 1"),
-    ("momentum", lambda v: 0.1 <= v < 1, "at least 0.1 and below 1"),
-    ("beta1 beta2 wsd_share", lambda v: v <= 1, "at most 1"),
+    ("wsd_share", lambda v: v <= 1, "at most 1"),
     ("warmup_share", lambda v: 0 <= v <= 1, "a share, from 0 to 1"),
     ("min_lr", lambda v: 0 <= v <= learning_rate, "from 0 to learning_rate"),
 )
 
 
-def inherit(saved, going_on):
-    """The settings of a run that starts from a checkpoint.
-
-    A resumed or branched run keeps all settings of the checkpoint. Fine-tuning keeps the model's
-    settings and data_dir; a conversion changes the residual mode and sets the settings of the new
-    one. Settings given now override these; changing a fixed one is an error.
-    """
-    old = settings | saved["settings"] | saved["config"]
-    if going_on:
-        kept, fixed = {k: old[k] for k in settings}, settings.keys() - MAY_CHANGE
-        if given.keys() & BATCH:  # each of the two replaces the other
-            kept |= dict.fromkeys(BATCH)
-    else:
-        inherited = MODEL_SETTINGS | {"data_dir", "loss_chunk"}
-        kept = settings | {k: old[k] for k in inherited}
-        fixed = MODEL_SETTINGS - {"dropout", "block_size"}
-        predicts = hasattr(RESIDUALS[old["residual"]], "refresh")
-        if predicts and given.get("block_size", old["block_size"]) != old["block_size"]:
-            kept["bhyt_context"] = old["bhyt_context"] or old["block_size"]  # keep the c it has
-        if convert:
-            mode = lora.target(saved, given)
-            fixed -= {"residual", *mode.settings}
-            kept |= mode.converted
-    kept |= {k: settings[k] for k in ("out_dir", "init_from", "branch_from")}
-    changed = [k for k in given if k in fixed and given[k] != old[k]]
-    if changed:
-        differs = "; ".join(f"{k}={old[k]!r}, not {given[k]!r}" for k in changed)
-        fail(f"{saved['path']} was trained with {differs}")
-    return kept | given
-
-
 def check_settings():
+    """Fail if a setting has no valid value, or needs another one."""
     for keys, holds, text in RULES:
         for key in keys.split():
             if settings[key] is not None and not holds(settings[key]):
                 fail(f"{key}={settings[key]!r}: must be {text}")
-    residual = RESIDUALS.get(settings["residual"])
-    adapter_defaults = (16.0, 0.0, "wq,wk,wv,wo")
-    if total_batch_tokens is not None and gradient_accumulation_steps is not None:
-        fail("total_batch_tokens and gradient_accumulation_steps: set one, and the other to None")
-    if alpha_warmup_iters and not hasattr(residual, "turn"):
-        fail(f"alpha_warmup_iters={alpha_warmup_iters} needs a mode that rotates, such as nag")
-    if "bhyt_interval" in given and not hasattr(residual, "refresh"):
-        fail(f"bhyt_interval={bhyt_interval} needs a mode that predicts a variance, such as bhyt")
-    if settings["bf16_stream"] and dtype == "float32":
-        fail("bf16_stream=True needs dtype='bfloat16'")
-    if optimizer != "muon" and (given.get("momentum") or given.get("momentum_warmup_iters")):
-        fail(f"{momentum=}, {momentum_warmup_iters=}: needs optimizer='muon'")
-    if given.get("head_lr") is not None and settings["tied"]:
-        fail(f"head_lr={head_lr} needs tied=False")
-    if shard == "fsdp" and world == 1:
-        fail("shard='fsdp' needs several processes: use torchrun, or --shard=none")
+    rotates = RESIDUALS.get(config.residual, PreNorm).rotates  # GPT refuses an unknown name
+    needs = (  # (what is asked for, whether it is possible, what it needs)
+        (f"{alpha_warmup_iters=}", rotates or not alpha_warmup_iters, "residual='nag'"),
+        ("bf16_stream=True", dtype == "bfloat16" or not config.bf16_stream, "dtype='bfloat16'"),
+        (f"{head_lr=}", not config.tied or given.get("head_lr") is None, "tied=False"),
+        ("shard='fsdp'", world > 1 or shard != "fsdp", "several processes: use torchrun"),
+        (f"{lora_rank=}", shard == "none" or not lora_rank, "shard='none'"),
+        (f"{lora_rank=}", saved is not None or not lora_rank, "a trained model: give init_from"),
+    )
+    for asked, possible, needed in needs:
+        if not possible:
+            fail(f"{asked} needs {needed}")
     if compile and device.type == "cpu" and shutil.which("g++") is None:
         fail("compile=True needs a C++ compiler on a CPU: install g++, or --compile=False")
-    if not lora_rank and (lora_alpha, lora_dropout, lora_targets) != adapter_defaults:
-        fail("lora_alpha, lora_dropout and lora_targets need lora_rank above 0")
-    if lora_rank and (shard == "fsdp" or saved is None):
-        fail(f"lora_rank={lora_rank} adapts a trained model: give init_from, and shard='none'")
     if not resuming and (checkpoint.newest(out_dir) or os.path.exists(log_path)):
         fail(f"{out_dir} already holds a run: continue with --init_from=resume or change --out_dir")
 
@@ -216,7 +150,7 @@ def check_settings():
 rank = int(os.environ.get("RANK", 0))
 local_rank = int(os.environ.get("LOCAL_RANK", 0))
 world = int(os.environ.get("WORLD_SIZE", 1))
-main = rank == 0
+is_main = rank == 0
 log_path = os.path.join(out_dir, "log.jsonl")
 if branch_from is not None and init_from not in ("scratch", "auto"):
     fail(f"branch_from starts a new run, and so does init_from={init_from!r}: set only one of them")
@@ -227,20 +161,13 @@ source = out_dir if resuming else branch_from
 if source is None and init_from not in ("scratch", "auto"):
     source = init_from
 saved = None if source is None else checkpoint.load(source)
-if convert and (saved is None or (going_on and not saved["settings"].get("convert"))):
-    fail("convert=True starts a new run from a trained model: give its checkpoint as init_from")
-if going_on and "tokens_per_step" not in saved:
-    fail(f"{saved['path']} has no optimizer state: give it as init_from, with another out_dir")
-converting = convert and not going_on
 if saved is not None:
-    try:
-        settings = inherit(saved, going_on)
-    except ValueError as error:
-        fail(error)
+    settings = checkpoint.inherit(saved, settings, given, going_on)
     globals().update({key: settings[key] for key in settings.keys() - MODEL_SETTINGS})
 device = pick_device(device, local_rank)
 dtype = pick_dtype(dtype, device.type)
 compile = can_compile(device.type) if compile is None else compile
+config = GPTConfig(**{name: settings[name] for name in MODEL_SETTINGS})
 check_settings()
 
 # ------------------------------------------------------------------------------------------------
@@ -250,10 +177,10 @@ check_settings()
 def divide_batch():
     """(tokens per step, sequences per micro-step and rank, micro-steps per rank)"""
     T = config.block_size
-    tokens = total_batch_tokens or (gradient_accumulation_steps or 1) * batch_size * T
+    tokens = total_batch_tokens or batch_size * T
     if going_on:
         before = saved["tokens_per_step"]
-        if given.keys() & BATCH and tokens != before:
+        if "total_batch_tokens" in given and tokens != before:
             fail(f"{saved['path']} was trained with tokens_per_step={before}, not {tokens}")
         tokens = before
     share = tokens // (T * world)  # sequences of each rank
@@ -293,23 +220,19 @@ def conversations(meta):
     return [lora.Conversations(sft_data, split, encoding, T) for split in ("train", "val")]
 
 
+torch.manual_seed(seed)
+adapters = None if saved is None else saved.get("lora")
 try:
-    config = GPTConfig(**{name: settings[name] for name in MODEL_SETTINGS})
-    torch.manual_seed(seed)
     model = GPT(config)
-    model.loss_chunk, model.recompute = loss_chunk, recompute
-    adapters = None if saved is None else saved.get("lora")
     if going_on:
         lora.load_state(model, saved)
-    elif saved is not None and not converting:
-        wanted = {"rank": lora_rank, "alpha": lora_alpha}
-        wanted |= {"dropout": lora_dropout, "targets": lora_targets}
-        adapters = lora.begin(model, saved, wanted)
+    elif saved is not None:
+        adapters = lora.begin(model, saved, lora_rank)
 except ValueError as error:
     fail(error)
+model.loss_chunk, model.recompute = loss_chunk, recompute
 
-recipe = {"weight_decay": 0.0, "warmup_iters": 20}  # unless the mode has its own
-recipe |= getattr(RESIDUALS[config.residual], "recipe", {})
+recipe = {"weight_decay": 0.0, "warmup_iters": 20} | RESIDUALS[config.residual].recipe
 weight_decay = recipe["weight_decay"] if weight_decay is None else weight_decay
 warmup_iters = recipe["warmup_iters"] if warmup_iters is None else warmup_iters
 tokens_per_step, sequences, micro_steps = divide_batch()
@@ -320,9 +243,6 @@ if going_on and saved.get("data", data_sha256) != data_sha256:
     fail(f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {hashes}")
 loader = Loader(train_windows, sequences, micro_steps, seed, rank, world, device)
 val_indices = spread(val_windows, eval_tokens, val_part)
-if converting:
-    text = eval_batches(train_windows, spread(train_windows, CONVERT_TOKENS), 1, "cpu")
-    lora.convert(model, saved, [*text])
 
 step, flops, bad_steps, best_val_loss, run_id = 0, 0.0, 0, math.inf, uuid.uuid4().hex
 flops_per_step = expected_flops = tokens_per_step * model.flops_per_token()
@@ -356,17 +276,16 @@ else:
         net = DDP(model, device_ids=devices, broadcast_buffers=False)
 
 routers, experts = mod.routers(model), moe.layers(model)
-if not main:  # a checkpoint has the scores of all ranks: only rank 0 counts them
+if not is_main:  # a checkpoint has the scores of all ranks: only rank 0 counts them
     for router in routers:
         router.fresh.zero_()
 rates = {"gates": gate_lr, "embeddings": embed_lr, "head": head_lr}
 rates = {key: rate for key, rate in rates.items() if rate is not None}
-muon = {"momentum": momentum, "dtype": getattr(torch, dtype)}
-optimizers = model.optimizers(optimizer, learning_rate, rates, weight_decay, (beta1, beta2), **muon)
+precision = getattr(torch, dtype)
+optimizers = model.optimizers(optimizer, learning_rate, rates, weight_decay, precision)
 if going_on:
     checkpoint.restore(saved, optimizers)
 origin = None if saved is None else saved["path"]
-converted_from = saved["config"]["residual"] if converting else None
 saved = None  # frees the memory
 
 
@@ -403,9 +322,9 @@ def save(kind):
     try:
         if sharded:
             checkpoint.save_sharded(path, state)
-        elif main:
+        elif is_main:
             checkpoint.save(path, state)
-        if main and (kind == "newest" or (kind == "best" and sharded)):
+        if is_main and (kind == "newest" or (kind == "best" and sharded)):
             checkpoint.remove_older(out_dir, path)
     except checkpoint.SAVE_ERRORS as error:
         intact = "the checkpoints before it are intact"
@@ -436,11 +355,11 @@ def run_header():
         "head_lr": rates.get("head", learning_rate),
         "min_lr": 0.1 * learning_rate if min_lr is None else min_lr, "dtype": dtype,
         "compile": compile, "sequences": sequences, "micro_steps": micro_steps,
-        "eval_windows": len(val_indices),
+        "eval_windows": len(val_indices), "max_bad_steps": MAX_BAD_STEPS,
     }  # fmt: skip
     return {
         "settings": settings, "resolved": resolved, "from_step": step, "from": origin,
-        "converted_from": converted_from, "run_id": run_id, "data": data_sha256, "git": commit(),
+        "run_id": run_id, "data": data_sha256, "git": commit(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": name_of_device, "threads": torch.get_num_threads(), "world": world,
         "params": counts, "tokens_per_step": tokens_per_step, "flops_per_step": flops_per_step,
@@ -449,7 +368,7 @@ def run_header():
 
 
 def log(record):
-    if main:
+    if is_main:
         with open(log_path, "a") as file:
             file.write(json.dumps(record) + "\n")
         if wandb_log and "step" in record:
@@ -485,13 +404,13 @@ def announce(header):
 def warm_steps():
     if warmup_share is None:
         return warmup_iters
-    return round(warmup_share * (lr_decay_iters or max_iters))
+    return round(warmup_share * max_iters)
 
 
 def learning_rate_factor():
     """The learning rate as a share of its peak: warm-up, then cosine or wsd, down to min_lr."""
     at = step if flops_budget is None else flops / expected_flops
-    last, warm = lr_decay_iters or max_iters, warm_steps()
+    last, warm = max_iters, warm_steps()
     floor = 0.1 if min_lr is None else min_lr / learning_rate
     rising = min(1.0, (at + 1) / (warm + 1))
     if schedule == "wsd":
@@ -506,7 +425,7 @@ def learning_rate_factor():
 def ramp_alpha():
     """Scale NAG's rotations during the warm-up of alpha."""
     for module in model.modules():
-        if hasattr(module, "ramp"):
+        if isinstance(module, PreNorm) and module.rotates:
             module.ramp.fill_(min(1.0, (step + 1) / max(1, alpha_warmup_iters)))
 
 
@@ -514,11 +433,10 @@ def prepare_step(factor):
     for group in (group for opt in optimizers for group in opt.param_groups):
         group["lr"] = group["peak"] * factor
         if "momentum" in group:
-            cold = max(0, 1 - step / momentum_warmup_iters) if momentum_warmup_iters else 0
-            group["momentum"] = momentum - 0.1 * cold
+            group["momentum"] = muon.momentum_at(step)
     if step < alpha_warmup_iters:
         ramp_alpha()
-    if step % bhyt_interval == 0:
+    if step % bhyt.INTERVAL == 0:
         with lora.merged(model):
             model.refresh()
     torch.manual_seed(hash((seed, step, rank)))  # dropout depends on the step: no state to save
@@ -542,13 +460,10 @@ def gradients():
             loss = net(*batch)[1] * share
         loss.backward()
         status[0] += loss.detach()
-    status[1], status[2] = stopping, main and saves_by_time()
+    status[1], status[2] = stopping, is_main and saves_by_time()
     if world > 1:
         dist.all_reduce(status)
     status[0] /= world
-    if log_grad_norms:
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        grad_norms.update({n: gathered(p.grad.norm()) for n, p in named})
     norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
     values = torch.cat((status, norm.view(1))).tolist()  # the only device sync of a step
     loss, stop, save_now, norm = values
@@ -586,17 +501,17 @@ def validate():
         if pretraining is not None:  # val_loss covers answers; this shows forgetting
             text, indices = pretraining, spread(pretraining, eval_tokens, val_part)
             seen["pretraining_loss"] = loss_on(text, indices)
-        if hasattr(RESIDUALS[config.residual], "turn"):
+        if RESIDUALS[config.residual].rotates:
             x = next(eval_batches(text, indices, sequences, device))[0]
             seen["gates"] = gate_health(model, x)
             dead, all_of_them = seen["gates"]["dead"], 2 * config.n_layer
-            if main and step >= alpha_warmup_iters and dead > 0.1 * all_of_them:
+            if is_main and step >= alpha_warmup_iters and dead > 0.1 * all_of_them:
                 print(f"warning: {dead} of {all_of_them} sublayers hardly rotate the stream")
     return seen
 
 
 def show(record, eta):
-    if not main:
+    if not is_main:
         return
     loss, norm = record["loss"] or math.nan, record["grad_norm"] or math.nan
     parts = [f"step {step}/{max_iters}", f"loss {loss:.4f}"]
@@ -644,7 +559,7 @@ name_of_device = device_name(device)
 peak = peak_flops(name_of_device)
 ramp_alpha()
 header = run_header()
-if main:
+if is_main:
     os.makedirs(out_dir, exist_ok=True)
     if origin is not None:
         checkpoint.copy_tokenizer(os.path.dirname(origin), out_dir)
@@ -654,7 +569,7 @@ if main:
     if wandb_log:
         import wandb
 
-        wandb.init(project=wandb_project, name=out_dir, config=settings, id=run_id, resume="allow")
+        wandb.init(project=WANDB_PROJECT, name=out_dir, config=settings, id=run_id, resume="allow")
 if not resuming:
     save("newest")  # from now on there is a checkpoint to resume from
 if step == 0 and keep_interval:
@@ -663,10 +578,10 @@ log({"run": header})
 if step == 0 and eval_interval:
     seen = compiling(validate)
     log({"step": 0, "tokens": 0, "flops": 0} | seen)
-    if main:
+    if is_main:
         print(f"step 0 | val {seen['val_loss']:.4f}")
 
-stopped, busy, since, grad_norms, last_save = False, 0.0, step, {}, time.monotonic()
+stopped, busy, since, last_save = False, 0.0, step, time.monotonic()
 while not finished() and not stopped:
     began, factor = time.perf_counter(), learning_rate_factor()
     prepare_step(factor)
@@ -699,13 +614,11 @@ while not finished() and not stopped:
         record["tok_s"] = (step - since) * tokens_per_step / busy
         if peak:
             record["mfu"] = (step - since) / busy * flops_per_step / (peak * world)
-        if log_grad_norms:
-            record["grad_norms"] = {n: float(norm) for n, norm in grad_norms.items()}
         show(record, eta=busy / (step - since) * max(0, max_iters - step))
         log(record)
         since, busy = step, 0.0
 
-    if bad_steps >= max_bad_steps:
+    if bad_steps >= MAX_BAD_STEPS:
         bad = f"{bad_steps} steps in a row, up to step {step}, had a loss or gradient that is not"
         fail(f"{bad} finite; the last good checkpoint is untouched: resume with a lower rate")
     if (record["val_loss"] or math.inf) < best_val_loss:
@@ -718,9 +631,9 @@ while not finished() and not stopped:
         save("newest")
 
 state = "not saved, because the last step was bad" if bad_steps else "saved"
-if main and stopped:
+if is_main and stopped:
     print(f"stopped by a signal at step {step}, {state}: continue with --init_from=resume")
-elif main and bad_steps:
+elif is_main and bad_steps:
     print(f"the run ended at step {step}, {state}: the last good checkpoint is the newest")
 if world > 1:
     dist.barrier()

@@ -8,7 +8,6 @@ learning_rate = 4e-3
 batch_size = 8
 embed_lr = None
 head_lr = None
-momentum_warmup_iters = 0
 weight_decay = 0.1
 schedule = "cosine"
 wsd_share = 0.2

@@ -6,7 +6,6 @@ For a 1B model this is about 3 epochs.
 
 sft_data = "GAIR/lima"
 lora_rank = 8
-lora_alpha = 16.0
 optimizer = "adamw"
 embed_lr = None
 head_lr = None
@@ -16,7 +15,6 @@ weight_decay = 0.0
 warmup_share = 0.1
 max_iters = 100
 batch_size = 4
-total_batch_tokens = None
-gradient_accumulation_steps = 8
+total_batch_tokens = 32768
 eval_interval = 25
 save_interval = 25

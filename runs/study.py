@@ -47,7 +47,7 @@ TRAIN, EVAL = str(ROOT / "train.py"), str(ROOT / "eval.py")
 # init_from by its path, which must name the run that it starts from.
 OF_PLACE = set(
     "data_dir out_dir log_interval save_interval keep_interval save_best wandb_log "
-    "wandb_project device loss_chunk recompute shard log_grad_norms".split()
+    "device loss_chunk recompute shard".split()
 )
 POINTS = 40  # most points per curve
 MOD = ("--what=mod", "--depth_tokens=16384")  # of a mixture of depths: how many tokens skip
@@ -159,7 +159,7 @@ def summary(folder):
     if last is None:
         return None
     steps = [r for r in records if r.get("tok_s")]
-    diverged = last.get("bad_steps", 0) >= header["settings"]["max_bad_steps"]
+    diverged = last.get("bad_steps", 0) >= header["resolved"]["max_bad_steps"]
     budget = header["settings"]["flops_budget"]
     complete = last["flops"] >= budget if budget else last["step"] >= header["max_iters"]
     if not (complete or diverged):

@@ -1,31 +1,28 @@
 """The tests of conversion: a pre-norm model becomes one of another mode. See test_all.py."""
 
-import dataclasses
-
 import pytest
 import study
 import torch
 import torch.nn.functional as F
-from test_lora import write_conversations
 
+import bhyt
+import convert
 import nag
 from attention import rotary_table
-from model import GPT, RESIDUALS
+from lora import load_model
 from norms import RMSNorm
 from test_all import (
     assert_close,
-    assert_same_state,
     cases,
     centred,
     checkpoint,
     content,
     log_of,
     mean_square,
-    on_forward,
     refuses,
     resume,
     rms,
-    send_sigterm,
+    script,
     shaken,
     some_ids,
     tiny,
@@ -33,7 +30,7 @@ from test_all import (
     without_parallel,
 )
 
-MODES = [name for name, mode in RESIDUALS.items() if hasattr(mode, "convert")]
+MODES = [*convert.MODES]
 
 
 def prenorm(**changes):
@@ -50,14 +47,8 @@ def some_text():
 
 def converted(source, residual, **changes):
     """A model of another mode, converted on some_text, in float64."""
-    mode = RESIDUALS[residual]
-    changes = {"residual": residual, **mode.converted, **changes}
     torch.manual_seed(3)
-    model = GPT(dataclasses.replace(source.config, **changes)).double().eval()
-    model.load_state_dict(source.state_dict(), strict=False)
-    mode.convert(model, source, some_text())
-    model.refresh()
-    return model
+    return convert.convert(source, some_text(), residual, **changes)
 
 
 # --- BHyT -----------------------------------------------------------------------------------------
@@ -76,12 +67,13 @@ def test_converted_bounded_norms_equal_rmsnorm_to_first_order():
         assert errors[0] < 0.01 and errors[0] / errors[1] == pytest.approx(8, rel=0.05)
 
 
-def test_converted_bhyt_exact_approaches_prenorm_as_kappa_grows():
+def test_converted_bhyt_exact_approaches_prenorm_as_kappa_grows(monkeypatch):
     """The difference shrinks as 1 / kappa^2 = 1 - p."""
     source, ids = prenorm(), some_ids()
     expected, errors = source(ids)[0], []
     for p in (1 - 1e-3, 1 - 1e-5, 1 - 1e-7):
-        model = converted(source, "bhyt_exact", bhyt_p=p)
+        monkeypatch.setattr(bhyt, "KAPPA", (1 - p) ** -0.5)
+        model = converted(source, "bhyt_exact")
         errors.append((model(ids)[0] - expected).abs().max().item())
     assert errors[0] / errors[1] == pytest.approx(100, rel=0.1)
     assert errors[1] / errors[2] == pytest.approx(100, rel=0.1)
@@ -107,7 +99,7 @@ def test_converted_bhyt_predicts_the_variance_with_its_large_gain():
 @torch.no_grad()
 @cases("changes, old", [
     ({}, {}), ({}, dict(branch_scale="depth")), (dict(nag_centre=False), {}),
-    (dict(nag_orthogonal=False), {}), (dict(nag_directions=0), {}), (dict(nag_beta=2.0), {}),
+    (dict(nag_orthogonal=False), {}), (dict(nag_directions=0), {}),
 ])  # fmt: skip
 def test_converted_alphas_are_the_measured_rotations(changes, old):
     source = prenorm(**old)
@@ -126,7 +118,7 @@ def test_converted_alphas_are_the_measured_rotations(changes, old):
         m = torch.ones(1)
         if "nag_directions" not in changes:
             mixture = torch.sigmoid(z / rms(z) @ own.w.T).mean(-1, keepdim=True)
-            m = mixture[counted] ** changes.get("nag_beta", 1.0)
+            m = mixture[counted]
         expected = (rms(u) / rms(z))[counted].mean() / m.mean()
         assert own.alpha.item() == pytest.approx(expected.item(), rel=1e-6) and expected > 0
         x = x + f * source.blocks[0].scale
@@ -151,7 +143,7 @@ def test_converted_sublayers_of_nag_read_what_those_of_prenorm_read(changes):
 def test_converted_logits_of_nag_have_the_size_of_those_of_prenorm(changes):
     cap = {name: changes[name] for name in changes if name == "logit_cap"}
     source = prenorm(**cap)
-    model = converted(source, "nag", **changes)
+    model = converted(source, "nag", **{k: v for k, v in changes.items() if k not in cap})
     x, y = map(torch.cat, zip(*some_text()))
     theirs, ours = (F.linear(*each.hidden(x))[y >= 0] for each in (source, model))
     p, variances = theirs.exp() / theirs.exp().sum(-1, keepdim=True), []
@@ -162,7 +154,7 @@ def test_converted_logits_of_nag_have_the_size_of_those_of_prenorm(changes):
     assert_close(nag.unit_rows(model.head.weight), rows)
 
 
-# --- train.py -------------------------------------------------------------------------------------
+# --- The script -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -173,76 +165,63 @@ def base(data, tmp_path_factory):
     return out
 
 
+def converts(path, to, **settings):
+    """Run convert.py on a checkpoint."""
+    script("convert.py", str(path), str(to), **settings)
+
+
 @cases("residual", MODES)
-def test_a_converted_model_starts_below_an_untrained_one_and_resumes_exactly(
-    data, base, tmp_path, monkeypatch, residual
+def test_a_converted_model_starts_below_an_untrained_one_and_trains_like_any_other(
+    data, base, tmp_path, residual
 ):
-    how = dict(init_from=base, residual=residual, convert=True, tied=False, save_interval=0)
-    one, two = tmp_path / "one", tmp_path / "two"
-    train(data, one, **how)
+    before = content(base)
+    converts(base, tmp_path / "new.pt", residual=residual)
+    assert content(base) == before
+    how = dict(init_from=tmp_path / "new.pt", tied=False, head_lr=1e-2)
+    train(data, tmp_path / "run", **how, residual=residual)
     untrained, trained = log_of(base).val_losses
-    first = log_of(one).val_losses[0]
+    first = log_of(tmp_path / "run").val_losses[0]
     assert trained - 0.05 < first < (untrained + trained) / 2
     assert residual == "nag" or first == pytest.approx(trained, abs=0.1)
-    header = log_of(one).headers[0]
-    assert header["converted_from"] == "prenorm" and header["settings"]["convert"]
-    assert header["from"] == f"{base}/ckpt.pt"
-    with monkeypatch.context() as patch:
-        on_forward(patch, send_sigterm)
-        train(data, two, **how)
-    resume(two, convert=True, residual=residual)
-    assert_same_state(one, two)
-    assert log_of(two).headers[1]["converted_from"] is None
-    resume(tmp_path / "tuned", init_from=one, max_iters=1)  # the new model is one like any other
-    assert checkpoint(tmp_path / "tuned")["config"] == checkpoint(one)["config"]
-    assert not log_of(tmp_path / "tuned").headers[0]["settings"]["convert"]
+    assert log_of(tmp_path / "run").headers[0]["settings"]["residual"] == residual
+    resume(tmp_path / "tuned", init_from=tmp_path / "run", max_iters=1)
+    assert checkpoint(tmp_path / "tuned")["config"] == checkpoint(tmp_path / "run")["config"]
+    refuses("has no optimizer state", resume, tmp_path / "x", branch_from=tmp_path / "new.pt",
+            init_from="auto")  # fmt: skip
 
 
-def test_a_model_is_converted_on_conversations_and_at_another_block_size(data, base, tmp_path):
-    how = dict(init_from=base, convert=True, tied=False, block_size=64, nag_directions=4)
-    train(data, tmp_path / "a", **how, sft_data=write_conversations(tmp_path / "c.jsonl"))
-    first, *_, last = log_of(tmp_path / "a").val_losses
-    assert last < first < 7
-    config = checkpoint(tmp_path / "a")["config"]
-    assert (config["residual"], config["nag_directions"]) == ("nag", 4)
+def test_the_seed_decides_the_weights_that_prenorm_does_not_have(base, tmp_path):
+    paths = [tmp_path / name for name in ("a.pt", "b.pt", "c.pt")]
+    for path, seed in zip(paths, (1, 1, 2)):
+        converts(base, path, residual="nag", nag_directions=4, seed=seed)
+    one, same, other = (load_model(path)[1].state_dict() for path in paths)
+    name = "blocks.0.attn_residual.w"
+    assert torch.equal(one[name], same[name]) and not torch.equal(one[name], other[name])
+    assert one[name].shape == (4, 32)
 
 
-NOT_POSSIBLE = [
-    (dict(init_from="scratch"), "give its checkpoint as init_from"),
-    (dict(residual="lns"), "residual='lns': choose one of nag, bhyt, bhyt_exact, prenorm_approx"),
-    (dict(residual="prenorm"), "residual='prenorm': choose one of nag, "),
-    (dict(residual="nagg"), "residual='nagg': choose one of nag, "),
-    (dict(n_embd=64), "was trained with n_embd=32, not 64"),
-    (dict(bhyt_lambda="(1.0,1.0,0.0)"), "trained with bhyt_lambda=(2.0, 1.0, 0.0), not"),
-    (dict(lora_rank=4), "convert=True needs lora_rank=0, not 4"),
-    (dict(nag_first_logits=None), "convert=True needs nag_first_logits=0.75, not None"),
-    (dict(residual="bhyt", bhyt_unit=False), "convert=True needs bhyt_unit=True, not False"),
-    (dict(convert=False), "was trained with residual='prenorm', not 'nag'"),
-]
+@cases("given, why", [
+    (dict(), "residual='prenorm': choose one of nag, bhyt, bhyt_exact, prenorm_approx"),
+    (dict(residual="lns"), "residual='lns': choose one of nag, "),
+    (dict(residual="nag", n_embd=64), "n_embd=64: a conversion changes only settings of nag"),
+    (dict(residual="nag", nag_first_logits=None), "to nag needs nag_first_logits=0.75"),
+    (dict(residual="bhyt", bhyt_unit=False), "to bhyt needs bhyt_unit=True"),
+])  # fmt: skip
+def test_what_cannot_be_converted_is_refused_in_one_line(base, tmp_path, given, why):
+    refuses(why, converts, base, tmp_path / "x.pt", **given)
+    assert not (tmp_path / "x.pt").exists()
 
 
-@cases("given, why", NOT_POSSIBLE)
-def test_what_cannot_be_converted_is_refused_in_one_line(data, base, tmp_path, given, why):
-    how = dict(init_from=base, convert=True, tied=False)
-    refuses(why, train, data, tmp_path / "x", **how | given)
-    assert not (tmp_path / "x").exists()
-
-
-def test_only_a_plain_pre_norm_model_is_converted_and_only_at_the_start(data, base, runs, tmp_path):
-    before, out = content(base), tmp_path / "x"
-    how = dict(convert=True, residual="nag")
-    refuses("give its checkpoint as init_from", resume, base, **how)
-    refuses("as init_from", resume, out, **how, init_from="scratch", branch_from=base)
-    refuses("convert=True, residual=None: choose", resume, out, init_from=base, convert=True)
-    needs = "norm='{}', mod_on='none': convert=True needs residual='prenorm', norm='rms', "
-    refuses(needs.format("rms"), resume, out, init_from=runs / "a", **how)
+def test_only_a_plain_pre_norm_model_is_converted(base, runs, tmp_path):
+    path, out = tmp_path / "other.pt", tmp_path / "x.pt"
+    refuses("the model has residual='nag'", converts, runs / "a", out, residual="bhyt")
     state = torch.load(base / "ckpt.pt", weights_only=True)
-    path = tmp_path / "other.pt"
-    torch.save(state | {"config": state["config"] | {"norm": "layer"}}, path)
-    refuses(needs.format("layer"), resume, out, init_from=path, **how)
-    torch.save(state | {"lora": {"rank": 4}}, path)
-    refuses(f"{path} holds adapters: merge them first", resume, out, init_from=path, **how)
-    assert content(base) == before and not out.exists()
+    layer = state["config"] | {"norm": "layer"}
+    torch.save(state | {"config": layer}, path)
+    refuses("the model has norm='layer'", converts, path, out, residual="bhyt")
+    torch.save(state | {"settings": state["settings"] | {"data_dir": None}}, path)
+    refuses("imported without shards: give --data_dir", converts, path, out, residual="nag")
+    assert not out.exists()
 
 
 # --- Studies --------------------------------------------------------------------------------------

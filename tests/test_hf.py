@@ -395,7 +395,7 @@ def test_what_a_user_does_with_an_imported_model(model_folder, tmp_path):
     refuses("has no optimizer state", script, "train.py", init_from="resume", out_dir=out)
 
     sft, merged = tmp_path / "sft", tmp_path / "merged" / "ckpt.pt"
-    short = dict(batch_size=2, block_size=64, gradient_accumulation_steps=1, compile=False)
+    short = dict(batch_size=2, block_size=64, total_batch_tokens=128, compile=False)
     fine = dict(init_from=out, out_dir=sft, sft_data=chats, max_iters=4, eval_interval=2) | short
     script("train.py", os.path.join(HERE, "config", "sft_lima.py"), **fine)
     assert resume(sft, max_iters=6)["loss_chunk"] == 2048  # from the import

@@ -46,13 +46,13 @@ def test_adapters_start_at_zero_and_merge_exactly(changes, targets):
     assert 2 * dense / 3 <= frozen < 0.8 * dense  # attention scores always need gradients
     model.blocks[0].attn.wk.requires_grad_()
     assert model.flops_per_token() - frozen == 2 * 32 * 32
-    with pytest.raises(ValueError, match=f"'wx' is not one of {targets.replace(',', ', ')}$"):
+    with pytest.raises(ValueError, match=f"'wx': choose one of {targets.replace(',', ', ')}$"):
         lora.adapt(model, 4, 8.0, 0.0, "wq,wx")
     lora.adapt(model, 4, 8.0, 0.5, targets)
     assert torch.equal(model.eval()(idx)[0], before)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert len(trained) == 2 * len(lora.adapters(model)) == 4 * len(targets.split(","))
-    assert len(model.optimizers("adamw", 1, {}, 0, (0.0, 0.0))) == 1
+    assert len(model.optimizers("adamw", 1, {}, 0)) == 1
     for p in trained:
         torch.nn.init.normal_(p, std=0.1)
     out, first, x = model(idx)[0].detach(), model.blocks[0].attn.wq, torch.randn(3, 32)
@@ -123,14 +123,17 @@ def test_documents_in_a_row_do_not_see_each_other(changes):
         dict(residual="nag", mod_on="both", mod_rate=0.3), dict(residual="lns", moe_experts=4),
         dict(residual="bhyt", mod_on="mlp", mod_rate=0.3, mod_router="learned", moe_experts=4),
     ])])  # fmt: skip
-def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, tmp_path, model):
+def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(
+    data, tmp_path, model, monkeypatch
+):
     run, full, merged, base = (tmp_path / name for name in ("run", "full", "merged.pt", "base"))
     train(data, base, **model)
     config, chat = os.path.join(HERE, "config", "sft_lima.py"), tmp_path / "chat.jsonl"
     sft = dict(init_from=base, sft_data=write_conversations(chat), learning_rate=3e-2, max_iters=20)
     sft |= dict(block_size=64, eval_interval=10, eval_tokens=512, dtype="float32", compile=False)
-    adapt = dict(lora_targets="wq,wv", lora_dropout=0.1, keep_interval=10)
-    script("train.py", config, **sft, **adapt, out_dir=run)
+    monkeypatch.setattr(lora, "TARGETS", "wq,wv")
+    monkeypatch.setattr(lora, "DROPOUT", 0.1)
+    script("train.py", config, **sft, keep_interval=10, out_dir=run)
     script("train.py", config, **sft, lora_rank=0, out_dir=full)
     first, *_, last = (r for r in log_of(run).records if r["val_loss"] is not None)
     assert log_of(full).val_losses[-1] < first["val_loss"] - 0.2
@@ -146,15 +149,15 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(data, tmp_p
     script("lora.py", run / "ckpt.pt", merged)
     assert torch.equal(lora.load_model(merged)[1](some_ids())[0], tuned(some_ids())[0])
     os.replace(run / "ckpt_000010.pt", run / "ckpt.pt")
+    monkeypatch.undo()  # a resumed run keeps the targets and the dropout of its checkpoint
     resume(run)
     assert_close(checkpoint(run)["model"], state["model"], rtol=0, atol=0)
-    how = dict(lora_rank=4, optimizer="muon", log_grad_norms=True, flops_budget=1e8)
+    how = dict(lora_rank=4, optimizer="muon", flops_budget=1e8)
     train(data, tmp_path / "muon", **how, **model, init_from=merged)
     log, header = log_of(tmp_path / "muon"), log_of(tmp_path / "muon").headers[0]
     assert log.steps[-1] == header["max_iters"] == math.ceil(1e8 / header["flops_per_step"])
-    assert all(name.endswith((".A", ".B")) for name in log.records[-1]["grad_norms"])
+    assert header["params"]["trained"] < header["params"]["all"] / 4
     refuses("was trained with lora_rank=8, not 3", resume, run, lora_rank=3)
-    refuses("was trained with lora_dropout=0.1, not 0.5", resume, run, lora_dropout=0.5)
     for rank in (0, 4):
         how = dict(init_from=run, lora_rank=rank)
         refuses("holds adapters: merge them first", resume, tmp_path / "x", **how)
@@ -178,7 +181,7 @@ def test_fine_tuning_over_two_ranks_equals_one_process(data, runs, tmp_path):
 @cases("size, context", [(16, 32), (32, None)])
 def test_fine_tuning_at_another_block_size_keeps_the_c_of_bhyt(data, tmp_path, size, context):
     train(data, tmp_path / "a", residual="bhyt")
-    how = dict(learning_rate=1e-9, bhyt_interval=1, block_size=size, init_from=tmp_path / "a")
+    how = dict(learning_rate=1e-9, block_size=size, init_from=tmp_path / "a")
     script("train.py", *TINY_RUN[7:], **how, out_dir=tmp_path / "b", max_iters=1)
     fresh = lora.load_model(tmp_path / "a")[1].state_dict()
     old, new = (checkpoint(tmp_path / name)["model"] for name in "ab")

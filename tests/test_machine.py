@@ -171,7 +171,7 @@ def test_several_gpus_talk_by_nccl_and_each_rank_has_its_own(gpu, data, tmp_path
     for key, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2)):
         monkeypatch.setenv(key, str(value))
     try:
-        train(data, tmp_path / "x", device="auto", gradient_accumulation_steps=2)
+        train(data, tmp_path / "x", device="auto", total_batch_tokens=256)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -241,7 +241,7 @@ def step_on_another_device(model, empty, generates):
         for name, x in [*module.named_buffers(recurse=False)]:
             setattr(module, name, empty(x))
     x = torch.empty((2, 32), dtype=torch.int64, device="other:0")
-    (optimizer,) = model.optimizers("adamw", 1e-3, {}, 0.1, (0.9, 0.95))
+    (optimizer,) = model.optimizers("adamw", 1e-3, {}, 0.1)
     model(x, x)[1].backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

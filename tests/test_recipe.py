@@ -141,14 +141,10 @@ def test_attention_for_the_compiler_equals_sdpa(queries, keys):
     assert_close(end, F.scaled_dot_product_attention(q[:, :, -3:], k, v, mask, enable_gqa=True))
 
 
-@cases("changes, kinds", [
-    ({}, 1), (dict(value_embeds=True), 2), (dict(MOD, value_embeds=True), 2),
-    (dict(MOD, mod_blocks="alternate"), 2), (dict(MOD, mod_blocks="inner", value_embeds=True), 4),
-])  # fmt: skip
-def test_blocks_that_differ_may_compile_as_many_graphs_each(changes, kinds):
+def test_each_block_may_have_graphs_of_its_own():
     with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=8):
-        tiny(n_layer=6, **changes).compile_blocks()
-        assert torch._dynamo.config.recompile_limit == 8 * kinds
+        tiny(n_layer=6).compile_blocks()
+        assert torch._dynamo.config.recompile_limit == 8 * 6
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import depth
 import lora
 import mod
+import ngpt
 import norms
 import streams as streams_file
 from model import RESIDUALS, GPTConfig
@@ -130,8 +131,9 @@ def test_ngpt_over_ranks_has_the_curve_of_one_process(data, tmp_path, more, clos
 
 
 @torch.no_grad()
-def test_a_gate_multiplies_the_step_of_ngpt_and_all_stays_on_the_sphere():
-    residual = tiny(residual="ngpt", ngpt_alpha=0.3).blocks[0].attn_residual
+def test_a_gate_multiplies_the_step_of_ngpt_and_all_stays_on_the_sphere(monkeypatch):
+    monkeypatch.setattr(ngpt, "ALPHA", 0.3)
+    residual = tiny(residual="ngpt").blocks[0].attn_residual
     assert_close(residual.alpha, torch.full((32,), 32**-0.5))
     residual.alpha *= torch.randn(32)
     h, f = unit(torch.randn(2, 3, 5, 32))
@@ -213,9 +215,10 @@ def test_rezero_starts_as_the_identity():
 
 @torch.no_grad()
 @cases("share, like", [(0.0, "prenorm"), (1.0, "postnorm")])
-def test_mixln_ends_at_prenorm_and_postnorm(share, like):
+def test_mixln_ends_at_prenorm_and_postnorm(share, like, monkeypatch):
     """From the same weights. At share 1 it is post-norm with a final norm."""
-    ours, other = tiny(residual="mixln", mixln_share=share), tiny(residual=like)
+    monkeypatch.setattr(norms, "POST_SHARE", share)
+    ours, other = tiny(residual="mixln"), tiny(residual=like)
     shaken(ours)
     other.load_state_dict(ours.state_dict(), strict=False)
     hidden, _ = other.hidden(some_ids())
@@ -295,7 +298,7 @@ def test_mhc_starts_as_prenorm_and_its_streams_part_in_training():
     idx, (model, plain) = some_ids(), (tiny(residual=mode) for mode in ("mhc", "prenorm"))
     model.load_state_dict(plain.state_dict(), strict=False)  # the maps stay
     assert_close(model(idx)[0], plain(idx)[0], rtol=1e-4, atol=1e-5)
-    optimizers = model.optimizers("adamw", 1e-3, {}, 0.1, (0.9, 0.95))
+    optimizers = model.optimizers("adamw", 1e-3, {}, 0.1)
 
     def apart():
         """The rms of the last streams about their mean, over that of the mean"""

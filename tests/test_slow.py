@@ -249,7 +249,11 @@ def test_a_hub_that_refuses_for_good_ends_preparation_with_one_line(c4_files, tm
 ])  # fmt: skip
 def test_a_run_resumes_on_any_number_of_ranks(data, tmp_path, more, close):
     """Some of the runs are compiled. All have the loss curve of one eager process."""
-    one, run, how = tmp_path / "a", tmp_path / "b", dict(lr_decay_iters=9, total_batch_tokens=256)
+    one, run, how = (
+        tmp_path / "a",
+        tmp_path / "b",
+        dict(min_lr=4e-3, total_batch_tokens=256),
+    )  # a constant rate
     train(data, one, **how, **more, max_iters=9)
     for last, world, shard, compile in (
         (2, 2, "fsdp", True), (3, 1, "none", False), (4, 2, "fsdp", False), (5, 4, "fsdp", False),

@@ -108,7 +108,8 @@ def test_runs_on_other_data_are_other_runs(place, monkeypatch):
 
 
 def test_a_finished_log_becomes_a_line(tmp_path):
-    header = {"settings": {"max_bad_steps": 5, "flops_budget": None}, "max_iters": 100}
+    header = {"settings": {"flops_budget": None}, "resolved": {"max_bad_steps": 5}}
+    header |= {"max_iters": 100}
     header |= {"tokens_per_step": 50, "params": {"all": 7}, "git": "abc", "device": "a CPU"}
     header |= {"versions": {"torch": "2"}}
     steps = [
@@ -535,3 +536,14 @@ def test_the_page_of_results_is_the_one_that_the_report_writes():
     hint = "results/ has changed: run python runs/report.py"
     assert results == report.markdown(), hint
     assert readme == report.readme(readme), hint
+
+
+def test_every_recorded_run_and_time_is_found_by_its_settings():
+    """A new default or a removed setting changes keys. Then results/ needs new keys, too."""
+    for name in ("judge", "lead", "recipe", "convert", "another_cpu"):
+        lines = study.read(name)
+        assert [line["key"] for line in lines if "key" in line] == [
+            study.key(line["settings"]) for line in lines if "key" in line
+        ]
+        for line in (line for line in lines if "race" in line):
+            assert line["race"] == [study.key(settings) for settings in line["runs"]]
