@@ -11,20 +11,30 @@ Config files and --key=value override them, in the order given:
     python train.py config/gpt2_124m.py --learning_rate=3e-4
 
 The fields of dataclasses passed to configure are settings too. A config file holds lines of
-key = literal. It is parsed, never executed. The line include = "other.py" stands for the lines of
-another file in its folder.
+key = literal, where arithmetic with numbers such as 64 * 2 counts as a literal. It is parsed, never
+executed. The line include = "other.py" stands for the lines of another file in its folder.
 """
 
 import ast
 import difflib
 import inspect
 import io
+import operator
 import os
 import textwrap
 import tokenize
 from typing import NamedTuple
 
 TYPES = {t.__name__: t for t in (bool, int, float, str, tuple)} | {"None": type(None)}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: operator.pow,
+}
+defaults = {}  # of the settings that configure() read last; echo() leaves them out
 
 
 class Setting(NamedTuple):
@@ -43,6 +53,8 @@ def configure(namespace, *dataclasses, argv, unused=()):
     known = dict(own)
     for cls in dataclasses:
         known |= read_settings(textwrap.dedent(inspect.getsource(cls)), of=cls.__name__)
+    defaults.clear()
+    defaults.update({key: setting.default for key, setting in known.items()})
     if "--help" in argv or "-h" in argv:
         raise SystemExit(print_help(namespace, known))
     given = {}
@@ -54,7 +66,7 @@ def configure(namespace, *dataclasses, argv, unused=()):
             unknown = f"{source}: there is no setting {key!r}; the nearest is {near!r}"
             raise SystemExit(f"{unknown}; --help lists them all")
         given[key] = convert(source, key, value, known[key].types)
-    values = {key: setting.default for key, setting in known.items()} | given
+    values = defaults | given
     namespace.update({key: values[key] for key in own})
     return values, given
 
@@ -80,7 +92,7 @@ def read_settings(text, of=None):
         name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
         if name != name.lower():
             continue  # a constant
-        default = ast.literal_eval(node.value)
+        default = value_of(node.value)
         types = (type(default),)
         if isinstance(node, ast.AnnAssign):
             types = tuple(TYPES[t.strip()] for t in ast.unparse(node.annotation).split("|"))
@@ -101,12 +113,34 @@ def overrides(argv, known):
 
 
 def literal(text, types):
-    """Parse text as a Python literal. If that fails, or only a string fits, return the text."""
+    """Parse text as a literal. If that fails, or only a string fits, return the text."""
     try:
-        value = ast.literal_eval(text)
+        value = value_of(ast.parse(text.strip(), mode="eval").body)
     except (ValueError, TypeError, SyntaxError):
         return text
     return value if type(value) in types or str not in types else text
+
+
+def value_of(node):
+    """The value of a Python literal or of arithmetic with numbers. Anything else: ValueError."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -number(node.operand)
+    if not isinstance(node, ast.BinOp):
+        return ast.literal_eval(node)
+    left, right = number(node.left), number(node.right)
+    try:
+        if isinstance(node.op, ast.Pow):
+            float(left) ** float(right)  # fails at once where the exact power would fill the memory
+        return OPERATORS[type(node.op)](left, right)
+    except (KeyError, ArithmeticError) as error:
+        raise ValueError(f"{ast.unparse(node)}: {error}") from None
+
+
+def number(node):
+    value = value_of(node)
+    if type(value) not in (int, float):
+        raise ValueError(f"{ast.unparse(node)} is no number")
+    return value
 
 
 def read_file(path):
@@ -123,7 +157,7 @@ def read_file(path):
             continue  # a docstring
         try:
             (target,) = node.targets
-            key, value = target.id, ast.literal_eval(node.value)
+            key, value = target.id, value_of(node.value)
         except (AttributeError, ValueError, TypeError):
             line = f"{path}, line {node.lineno}"
             got = ast.unparse(node)
@@ -153,4 +187,7 @@ def print_help(namespace, settings):
 
 
 def echo(settings):
-    print(textwrap.fill(" ".join(f"{key}={value!r}" for key, value in settings.items()), 120))
+    """Print the settings whose values are not the defaults."""
+    changed = {key: value for key, value in settings.items() if value != defaults[key]}
+    text = " ".join(f"{key}={value!r}" for key, value in changed.items()) or "none"
+    print(textwrap.fill(f"settings that differ from the defaults: {text}; --help lists all", 120))

@@ -8,6 +8,7 @@ them. meta.json in the same folder lists the shards with their lengths and sha25
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 import struct
@@ -17,15 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice, takewhile
+from threading import Thread
 
 import numpy as np
 import tiktoken
 
-HEADER = struct.Struct(
-    "<8sII Q 32s 8x"
-)  # magic, version, bytes a token, tokens, sha256 of the tokenizer: 64 bytes
+# 64 bytes: magic, version, bytes a token, tokens, sha256 of the tokenizer
+HEADER = struct.Struct("<8sII Q 32s 8x")
 MAGIC, VERSION = b"resshard", 1
 EOT = "<|endoftext|>"
+AGAIN = "delete the folder and prepare the data again"
 PATIENCE = 3600  # stop reading after this many seconds without a new record from the hub
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
@@ -88,7 +90,12 @@ def get_tokenizer(name):
         names = ", ".join(tiktoken.list_encoding_names())
         files = "a .tiktoken file, a tokenizer.json"
         raise SystemExit(f"tokenizer={name!r}: choose bytes, {files}, or one of {names}")
-    return tiktoken.get_encoding(name)
+    try:
+        return tiktoken.get_encoding(name)
+    except OSError as error:  # of the package requests
+        failed = f"tokenizer={name!r} cannot be downloaded ({type(error).__name__})"
+        copied = "set TIKTOKEN_CACHE_DIR to a folder from a machine that has downloaded it"
+        raise SystemExit(f"{failed}: use --tokenizer=bytes, or {copied}") from None
 
 
 def byte_characters():
@@ -249,13 +256,8 @@ def read_documents(path, column="text"):
         return
     from datasets import load_dataset
 
-    kinds = {
-        ".json.gz": "json",
-        ".jsonl": "json",
-        ".jsonl.gz": "json",
-        ".parquet": "parquet",
-        ".txt": "text",
-    }
+    kinds = dict.fromkeys((".json.gz", ".jsonl", ".jsonl.gz"), "json")
+    kinds |= {".parquet": "parquet", ".txt": "text"}
     kind = next((kind for ending, kind in kinds.items() if path.endswith(ending)), None)
     if kind is None:
         raise SystemExit(f"{path}: expected a file that ends in {', '.join(kinds)}")
@@ -328,29 +330,26 @@ def read_meta(directory):
 def open_shard(path, meta, expected):
     """Memory-map the tokens of one shard, after checking its header and size."""
     if not os.path.exists(path):
-        raise SystemExit(f"{path} is listed in meta.json but missing: prepare the data again")
+        raise SystemExit(f"{path} is listed in meta.json but missing: {AGAIN}")
     head = open(path, "rb").read(HEADER.size)
     dtype, size = token_dtype(meta["vocab_size"]), os.path.getsize(path)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
         raise SystemExit(f"{path} is no shard: it starts with {head[:8]!r}, not {MAGIC!r}")
     _, version, itemsize, tokens, digest = HEADER.unpack(head)
     if version != VERSION:
-        raise SystemExit(
-            f"{path} has format version {version}, not {VERSION}: prepare the data again"
-        )
+        raise SystemExit(f"{path} has format version {version}, not {VERSION}: {AGAIN}")
     if digest.hex() != meta["tokenizer_sha256"] or itemsize != dtype.itemsize:
-        raise SystemExit(
-            f"{path} was made with another tokenizer than meta.json says: prepare the data again"
-        )
+        raise SystemExit(f"{path} was made with another tokenizer than meta.json says: {AGAIN}")
     if tokens != expected:
-        raise SystemExit(
-            f"{path} holds {tokens} tokens, meta.json says {expected}: prepare the data again"
-        )
+        raise SystemExit(f"{path} holds {tokens} tokens, meta.json says {expected}: {AGAIN}")
     if size != HEADER.size + tokens * itemsize:
-        raise SystemExit(
-            f"{path} is truncated: it has {size} bytes, its header promises {tokens} tokens"
-        )
+        raise SystemExit(f"{path} is truncated: {size} bytes do not hold {tokens} tokens: {AGAIN}")
     return np.memmap(path, dtype, "r", HEADER.size)
+
+
+def open_shards(directory, meta, split):
+    shards = meta["splits"][split]["shards"]
+    return [open_shard(os.path.join(directory, s["file"]), meta, s["tokens"]) for s in shards]
 
 
 def split_sha256(directory, shards):
@@ -365,6 +364,17 @@ def split_sha256(directory, shards):
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
+def damaged_shards(directory):
+    """Yield one line for each shard that is missing or whose sha256 is not that in meta.json."""
+    for split in read_meta(directory)["splits"].values():
+        for shard in split["shards"]:
+            path = os.path.join(directory, shard["file"])
+            if not os.path.exists(path):
+                yield f"{path} is listed in meta.json but missing: {AGAIN}"
+            elif shard.get("sha256") not in (None, file_sha256(path)):  # None: an older folder
+                yield f"{path} has changed since it was prepared: {AGAIN}"
+
+
 class Windows:
     """A split as windows of T + 1 tokens. They overlap by one token, so that no target is lost."""
 
@@ -374,19 +384,30 @@ class Windows:
             raise SystemExit(
                 f"{directory}: preparation of {split} was cut short: run prepare_c4.py again"
             )
-        shards = meta["splits"][split]["shards"]
-        self.shards = [
-            open_shard(os.path.join(directory, s["file"]), meta, s["tokens"]) for s in shards
-        ]
-        self.T, self.meta, self.sha256 = T, meta, split_sha256(directory, shards)
+        self.directory, self.T, self.meta, self.damage = directory, T, meta, []
+        self.shards = open_shards(directory, meta, split)
+        self.sha256 = split_sha256(directory, meta["splits"][split]["shards"])
         self.ends = np.cumsum([(len(shard) - 1) // T for shard in self.shards], dtype=np.int64)
         if not len(self.ends) or self.ends[-1] == 0:
-            raise SystemExit(f"{directory}: {split} is shorter than one window of {T} + 1 tokens")
+            short = f"{directory}: {split} is shorter than one window of {T} + 1 tokens"
+            raise SystemExit(f"{short}: prepare more text, or lower block_size")
 
     def __len__(self):
         return int(self.ends[-1])
 
+    def verify(self):
+        """Compare every shard of the folder with its sha256, in a thread. Returns the thread.
+
+        If a shard has changed, reading the next window ends the run with one line.
+        """
+        find = lambda: self.damage.extend(damaged_shards(self.directory))
+        thread = Thread(target=find, daemon=True)
+        thread.start()
+        return thread
+
     def __getitem__(self, i):
+        if self.damage:
+            raise SystemExit(self.damage[0])
         shard = int(np.searchsorted(self.ends, i, "right"))
         start = (i - (self.ends[shard - 1] if shard else 0)) * self.T
         return self.shards[shard][start : start + self.T + 1]
@@ -409,6 +430,30 @@ def to_batch(rows, device):
     return [part.pin_memory() for part in parts] if str(device).startswith("cuda") else parts
 
 
+# Up to this many windows the random order of an epoch is stored, in 128 MB. Above it, the order is
+# computed window by window. Smaller data keeps the stored order, because recorded runs have it.
+PERMUTE_UP_TO = 2**24
+ROUNDS = 6  # of a Feistel network; 4 are enough for an order that looks random
+
+
+def shuffled_place(i, n, key):
+    """Place i of a random order of range(n), computed without storing the order.
+
+    A Feistel network: i is a pair (a, b) of digits in base `base`. Each round adds a hash of b to a
+    and swaps the two. A round can be undone, so different i have different results below base ** 2.
+    A result of n or more is sent through again until it is below n ("cycle walking").
+    """
+    base = math.isqrt(n - 1) + 1  # the smallest with base ** 2 >= n
+    while True:
+        a, b = divmod(i, base)
+        for r in range(ROUNDS):
+            digest = hashlib.blake2b(f"{key} {r} {b}".encode(), digest_size=8).digest()
+            a, b = b, (a + int.from_bytes(digest, "big")) % base
+        i = a * base + b
+        if i < n:
+            return i
+
+
 class Loader:
     """Training batches: the windows in shuffled order, each once per epoch.
 
@@ -429,10 +474,13 @@ class Loader:
         return [self.shuffled(k) for k in range(first, first + self.batch_size)]
 
     def shuffled(self, k):
-        epoch, i = divmod(k, len(self.windows))
+        n = len(self.windows)
+        epoch, i = divmod(k, n)
+        if n > PERMUTE_UP_TO:
+            return shuffled_place(i, n, f"{self.seed} {epoch}")
         if epoch != self.epoch:
             rng = np.random.default_rng((self.seed, epoch))
-            self.epoch, self.order = epoch, rng.permutation(len(self.windows))
+            self.epoch, self.order = epoch, rng.permutation(n)
         return int(self.order[i])
 
     def fetch(self, step, micro):
@@ -441,11 +489,9 @@ class Loader:
     def batch(self, step, micro):
         """Inputs, targets and any further parts, (batch_size, T) each, on the device."""
         key, future = self.ahead
-        parts = (
-            future.result()
-            if key == (step, micro)
-            else self.thread.submit(self.fetch, step, micro).result()
-        )
+        if key != (step, micro):
+            future = self.thread.submit(self.fetch, step, micro)
+        parts = future.result()
         micro += 1
         key = (step + micro // self.micro_steps, micro % self.micro_steps)
         self.ahead = key, self.thread.submit(self.fetch, *key)
@@ -480,8 +526,7 @@ def eval_batches(windows, indices, batch_size, device, rank=0, world=1):
     count = len(indices)
     for first in range(0, count, batch_size * world):
         places = range(first + rank, first + batch_size * world, world)
-        x, y, *more = (
-            t.to(device) for t in to_batch([windows[indices[i % count]] for i in places], device)
-        )
+        rows = [windows[indices[i % count]] for i in places]
+        x, y, *more = (part.to(device) for part in to_batch(rows, device))
         y[[i >= count for i in places]] = -1
         yield x, y, *more

@@ -8,7 +8,8 @@ Turn text into shards of token ids.
 A shard is a 64-byte header and at most shard_tokens token ids. data.py reads shards. Documents
 follow one another in a fixed order, and end-of-text ends each of them. A document can start in one
 shard and end in the next. If preparation is stopped, start it again. It continues after the last
-complete shard, at the file, document and token in meta.json.
+complete shard, at the file, document and token in meta.json. Training leaves out every document
+whose tokens are also a document of the validation split.
 """
 
 import glob
@@ -21,6 +22,7 @@ import sysconfig
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain, pairwise
 from multiprocessing import get_context, parent_process
 from threading import Thread
 
@@ -32,9 +34,11 @@ from data import (
     MAGIC,
     VERSION,
     atomic,
+    damaged_shards,
     file_sha256,
     fingerprint,
     get_tokenizer,
+    open_shards,
     read_documents,
     read_meta,
     token_dtype,
@@ -51,6 +55,9 @@ max_tokens: int | None = None  # stop after this many training tokens; None: tak
 max_val_tokens = 10_000_000  # stop after this many validation tokens
 shard_tokens = 50_000_000  # tokens per shard
 workers: int | None = None  # processes that tokenise; None: one per core
+verify = False  # write nothing, only compare the shards in data_dir with their sha256 in meta.json
+
+FEW = 100  # with fewer documents, val_share is a share of each document
 
 # C4 has 1024 training files and 8 validation files.
 C4 = "hf://datasets/allenai/c4/en/c4-{split}.{i:05d}-of-{n:05d}.json.gz"
@@ -61,7 +68,7 @@ C4 = "hf://datasets/allenai/c4/en/c4-{split}.{i:05d}-of-{n:05d}.json.gz"
 
 
 def list_files(source):
-    """(training files, validation files or None). With None, validates() splits the documents."""
+    """(training files, validation files or None). With None, divide() splits the documents."""
     if source == "c4":
         return [
             [C4.format(split=split, i=i, n=n) for i in range(n)]
@@ -81,15 +88,41 @@ def validates(text, share):
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
-def batches(files, keep, start):
+def divide(files, share):
+    """Split documents without validation files.
+
+    Returns a function of a text: (its part for validation, its part for training). A part may be
+    None. A hash puts each document into one split. With fewer than FEW documents the shares would
+    be far from val_share, and a split could be empty: then every document is cut in two.
+    """
+
+    def by_hash(text):
+        return (text, None) if validates(text, share) else (None, text)
+
+    def by_place(text):
+        at = int((1 - share) * len(text))
+        return text[at:] or None, text[:at] or None
+
+    sides = set()
+    for count, text in enumerate(chain.from_iterable(map(read_documents, files)), 1):
+        sides.add(validates(text, share))
+        if count >= FEW and len(sides) == 2:
+            return by_hash
+    print(f"few documents: validation gets the last {100 * share:.3g}% of each")
+    return by_place
+
+
+def batches(files, part, start):
     """Yield lists of (file index, document index, text), about a megabyte each.
 
-    start is the (file index, document index) to begin at. keep(text) selects the documents.
+    start is the (file index, document index) to begin at. part(text) is the part of a document that
+    belongs to the split, or None.
     """
     batch, size = [], 0
     for f in range(start[0], len(files)):
-        for n, text in enumerate(read_documents(files[f])):
-            if (f, n) < start or not keep(text):
+        for n, document in enumerate(read_documents(files[f])):
+            text = None if (f, n) < start else part(document)
+            if text is None:
                 continue
             batch.append((f, n, text))
             size += len(text)
@@ -149,10 +182,23 @@ def write_shard(path, tokens, tokenizer_sha256):
     return {"file": os.path.basename(path), "tokens": len(tokens), "sha256": file_sha256(path)}
 
 
-def write_split(name, files, keep, limit, directory, meta, pool, workers):
+def token_hash(tokens):
+    """The hash by which two documents are the same: 8 bytes, to keep millions of them in memory."""
+    return hashlib.sha256(tokens).digest()[:8]
+
+
+def validation_hashes(directory, meta):
+    """Hashes of the documents in the validation shards, and of the one that max_val_tokens cut."""
+    tokens = np.concatenate(open_shards(directory, meta, "val"))
+    ends = np.flatnonzero(tokens == meta["eot"]) + 1
+    cut = bytes.fromhex(meta["splits"]["val"].get("cut", ""))
+    return {cut, *(token_hash(tokens[a:b]) for a, b in pairwise([0, *ends.tolist()]))}
+
+
+def write_split(name, files, part, limit, directory, meta, pool, workers):
     """Write the shards of one split that are still missing. Update meta.json after each shard.
 
-    keep(text) selects the documents. limit is the number of tokens to stop at, or None.
+    part(text) is as in batches(). limit is the number of tokens to stop at, or None.
     """
     split, shard_tokens = meta["splits"][name], meta["shard_tokens"]
     buffer = np.empty(shard_tokens, token_dtype(meta["vocab_size"]))
@@ -169,23 +215,36 @@ def write_split(name, files, keep, limit, directory, meta, pool, workers):
         write_json(os.path.join(directory, "meta.json"), meta)
         fill = 0
 
+    refused = validation_hashes(directory, meta) if name == "train" else set()
     file, document, skip = split["next"]
-    for results in in_order(pool, batches(files, keep, (file, document)), 4 * workers):
+    for results in in_order(pool, batches(files, part, (file, document)), 4 * workers):
         for f, n, tokens in results:
+            digest = token_hash(tokens)
+            if digest in refused:
+                split["left_out"] = split.get("left_out", 0) + 1
+                continue
             at = skip if (f, n) == (file, document) else 0
             while at < len(tokens) and split["tokens"] + fill < most:
                 room = min(shard_tokens - fill, most - split["tokens"] - fill)
-                part = tokens[at : at + room]
-                buffer[fill : fill + len(part)] = part
-                fill += len(part)
-                at += len(part)
+                piece = tokens[at : at + room]
+                buffer[fill : fill + len(piece)] = piece
+                fill += len(piece)
+                at += len(piece)
                 if fill == shard_tokens:
                     flush([f, n, at])
+            if name == "val" and 0 < at < len(tokens):
+                split["cut"] = digest.hex()  # the shards hold only its beginning
+            if split["tokens"] + fill >= most:
+                break
         total = split["tokens"] + fill
         share = total / limit if limit else f / len(files)
         progress(name, total, share, (total - tokens_before) / (time.time() - began))
         if total >= most:
             break
+    if "left_out" in split:
+        print(f"\n{name}: left out {split['left_out']:,} documents that are in validation", end="")
+    if not split["tokens"] + fill:
+        raise SystemExit(f"\n{directory}: there is no text for {name}")
     flush([len(files), 0, 0], complete=True)
     print(f"\n{name}: {split['tokens']:,} tokens in {len(split['shards'])} shards", flush=True)
 
@@ -235,9 +294,20 @@ def open_meta(directory, name, encoding, settings, train, val):
 # ------------------------------------------------------------------------------------------------
 
 
+def check_shards(directory):
+    """Compare all shards with meta.json. If one differs, exit with a line for each that does."""
+    if problems := [*damaged_shards(directory)]:
+        raise SystemExit("\n".join(problems))
+    shards = [len(split["shards"]) for split in read_meta(directory)["splits"].values()]
+    print(f"{directory}: {sum(shards)} shards have the sha256 that meta.json says")
+
+
 def prepare(settings):
-    """Write both splits to data_dir, validation first."""
+    """Write both splits to data_dir, validation first. With verify, only check them."""
     source, limit = settings["source"], settings["max_tokens"]
+    directory = settings["data_dir"] or f"data/{source if source in ('python', 'c4') else 'text'}"
+    if settings["verify"]:
+        return check_shards(directory)
     workers = settings["workers"] or cores()
     if source == "c4" and limit is None:
         size = "C4 has about 160e9 tokens, 320 GB of shards"
@@ -245,20 +315,22 @@ def prepare(settings):
     counts = [settings["shard_tokens"], settings["max_val_tokens"], workers]
     if min(counts if limit is None else [limit, *counts]) < 1:
         raise SystemExit("shard_tokens, max_tokens, max_val_tokens and workers must be at least 1")
-    if not 0 <= settings["val_share"] < 1:
-        raise SystemExit(f"val_share={settings['val_share']}: must be at least 0 and below 1")
+    share = settings["val_share"]
+    if not 0 <= share < 1:
+        raise SystemExit(f"val_share={share}: must be at least 0 and below 1")
     train, val = list_files(source)
     if settings["val_source"] is not None:
         files, of_c4 = list_files(settings["val_source"])
         val = of_c4 or files
     if not train or val == []:
         raise SystemExit(f"no file matches {source if not train else settings['val_source']!r}")
-    if both := {*train} & {*(val or [])}:
+    if both := {*map(os.path.realpath, train)} & {*map(os.path.realpath, val or [])}:
         raise SystemExit(f"val_source: {len(both)} files are also in source, such as {min(both)}")
+    if val is None and not share:
+        raise SystemExit("val_share=0 leaves no validation text: name some with --val_source")
 
     name = settings["tokenizer"] or ("bytes" if source == "python" else "gpt2")
     encoding = get_tokenizer(name)
-    directory = settings["data_dir"] or f"data/{source if source in ('python', 'c4') else 'text'}"
     os.makedirs(directory, exist_ok=True)
     meta = open_meta(directory, name, encoding, settings, train, val)
     left = max(0, (limit or 0) - meta["splits"]["train"]["tokens"])
@@ -267,17 +339,15 @@ def prepare(settings):
         space = f"{left:,} tokens need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
         raise SystemExit(f"{directory}: {space}")
 
-    share = settings["val_share"] if val is None else 0.0
-    keep_val = lambda text: val or validates(text, share)
-    keep_train = lambda text: not share or not validates(text, share)
+    parts = divide(train, share) if val is None else lambda text: (text, text)
     jobs = {
-        "val": (val or train, keep_val, settings["max_val_tokens"]),
-        "train": (train, keep_train, limit),
+        "val": (val or train, lambda text: parts(text)[0], settings["max_val_tokens"]),
+        "train": (train, lambda text: parts(text)[1], limit),
     }
     with ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (name,)) as pool:
-        for split, (files, keep, most) in jobs.items():
+        for split, (files, part, most) in jobs.items():
             if not meta["splits"][split]["complete"]:
-                write_split(split, files, keep, most, directory, meta, pool, workers)
+                write_split(split, files, part, most, directory, meta, pool, workers)
     print(f"{directory}: " + ", ".join(f"{s} {meta['splits'][s]['tokens']:,} tokens" for s in jobs))
 
 

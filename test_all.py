@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -132,6 +133,27 @@ def test_settings_take_values_of_their_type_in_the_order_given(tmp_path):
         assert list(configurator.read_settings(text)) == ["b"]
 
 
+@cases("text, value", [
+    ("64*2", 128), ("-(2 + 1) * 4", -12), ("2**10 // 3", 341), ("256 / 2", 128), ("--8", 8),
+])  # fmt: skip
+def test_settings_take_arithmetic_with_numbers(tmp_path, text, value):
+    (tmp_path / "x.py").write_text(f"n_embd = {text}\nmin_lr = 3e-3 / 10\nout_dir = '1-2'")
+    by_hand = [f"--n_embd={text}", "--min_lr=3e-3/10", "--out_dir=1-2"]
+    for argv in (by_hand, [str(tmp_path / "x.py")]):
+        values = configure(*argv)[0]
+        assert values["n_embd"] == value and type(values["n_embd"]) is int
+        assert values["min_lr"] == 3e-3 / 10 and values["out_dir"] == "1-2"
+
+
+def test_a_run_begins_with_the_settings_that_are_not_the_defaults(capsys):
+    values = configure("--n_layer=3", "--out_dir=x", "--seed=1337", "--gate_lr=None")[0]
+    configurator.echo(values)
+    line = "settings that differ from the defaults: out_dir='x' n_layer=3; --help lists all\n"
+    assert capsys.readouterr().out == line
+    configurator.echo(configure()[0])
+    assert "from the defaults: none;" in capsys.readouterr().out
+
+
 @cases("arg, message", [
     ("--ma_iters=3", "no setting 'ma_iters'; the nearest is 'max_iters'"),
     ("--n_layer=1.5", "n_layer expects int, got 1.5 (float)"),
@@ -142,7 +164,10 @@ def test_settings_take_values_of_their_type_in_the_order_given(tmp_path):
     ("--n_layer", "--n_layer: write it as --key=value"),
     ("nowhere.py", "nowhere.py: no such config file"),
     ("n_laye = 5", "x.py: there is no setting 'n_laye'"),
-    ("n_layer = open('y')", "x.py, line 1: expected key"),
+    *((f"n_layer = {bad}", "x.py, line 1: expected key") for bad in (
+        "open('y')", "n + 1", "-'a'", "1 / 0", "10**10**10", "9.0**999", "2 % 2",
+    )),
+    ("--n_layer=10**10**10", "n_layer expects int, got '10**10**10'"),
 ])  # fmt: skip
 def test_settings_refuse_with_a_line_that_says_what_to_do(tmp_path, arg, message):
     (tmp_path / "x.py").write_text(arg)
@@ -585,6 +610,12 @@ def test_generation():
     assert torch.equal(out, text[:1, : 4 + end + 1])
     twice = [*generate.stream_tokens(model, idx[[0, 0]], 30, temperature=0, stop=stop)]
     assert len(twice) == generate.CHECK and all((ids == stop).all() for ids in twice[end:])
+    alone = [generate.generate(model, row[None], 20, temperature=0, stop=stop)[0] for row in idx]
+    both = generate.generate(model, idx, 20, temperature=0, stop=stop)
+    short, long = map(len, alone)
+    assert short < long == both.size(1)  # a batch ends where its last row does
+    assert torch.equal(both[1], alone[1]) and torch.equal(both[0, :short], alone[0])
+    assert (both[0, short:] == stop).all()
     for how in (dict(top_k=0), dict(top_p=0.0), dict(temperature=-1.0)):
         with pytest.raises(ValueError, match="top_k at least 1"):
             generate.generate(model, idx, 1, **how)
@@ -1217,8 +1248,10 @@ def test_a_local_rank_file_needs_no_network_and_travels_with_the_shards(tmp_path
     assert encoding.decode(ids.tolist()).startswith(first) and 256 in ids
 
 
-def test_preparation_killed_anywhere_continues_with_the_same_result(texts, monkeypatch):
-    argv = "--source=a.jsonl --tokenizer=bytes --shard_tokens=500 --max_tokens=4000".split()
+@cases("val", [[], ["--val_source=val.jsonl", "--max_val_tokens=1700"]])
+def test_preparation_killed_anywhere_continues_with_the_same_result(texts, monkeypatch, val):
+    write_jsonl(texts / "val.jsonl", TEXTS[::4])
+    argv = "--source=a.jsonl --tokenizer=bytes --shard_tokens=500 --max_tokens=4000".split() + val
     make_data("whole", *argv)
     replace, left = os.replace, 0
 
@@ -1239,17 +1272,105 @@ def test_preparation_killed_anywhere_continues_with_the_same_result(texts, monke
     assert kills >= 3 and whole == broken and len(whole) > 8
 
 
+def write_jsonl(path, documents):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+
+
+def documents_in(directory, split):
+    """The texts of a split of byte tokens. The last one may be cut."""
+    text = "".join(chr(i) for i in tokens_of(directory, split)[0])
+    return [part.encode("latin-1").decode() for part in text.removesuffix(chr(256)).split(chr(256))]
+
+
+@cases("val_source", ["./a.jsonl", "{here}/a.jsonl", "link.jsonl", "*/../a.jsonl"])
+def test_a_file_of_both_splits_is_refused_whatever_its_path(texts, val_source):
+    (texts / "folder").mkdir()
+    (texts / "link.jsonl").symlink_to("a.jsonl")
+    argv = ["--source=a*.jsonl", f"--val_source={val_source.format(here=texts)}"]
+    with pytest.raises(SystemExit, match="1 files are also in source, such as .*/a.jsonl"):
+        make_data("new", "--tokenizer=bytes", *argv)
+
+
+def test_documents_of_validation_are_left_out_of_training(texts, capsys):
+    val, new = TEXTS[20:60], [f"a text of training only: {i}" for i in range(30)]
+    write_jsonl(texts / "val.jsonl", val)
+    write_jsonl(texts / "train.jsonl", [*new[:10], *val[:20], *new[10:], *val[20:]])
+    argv = "--val_source=val.jsonl --tokenizer=bytes --shard_tokens=500".split()
+    directory = make_data("new", "--source=train.jsonl", *argv)
+    assert documents_in(directory, "val") == val and documents_in(directory, "train") == new
+    assert "train: left out 40 documents that are in validation" in capsys.readouterr().out
+    # A document that max_val_tokens cuts is validation text too. Those after it are not.
+    whole = sum(len(text.encode()) + 1 for text in val[:5])
+    directory = make_data("cut", "--source=train.jsonl", f"--max_val_tokens={whole + 7}", *argv)
+    assert documents_in(directory, "val") == [*val[:5], val[5][:7]]
+    expected = [*new[:10], *val[6:20], *new[10:], *val[20:]]
+    assert documents_in(directory, "train") == expected
+    shutil.copyfile("val.jsonl", "copy.jsonl")
+    with pytest.raises(SystemExit, match="there is no text for train"):
+        make_data("empty", "--source=copy.jsonl", *argv)
+    assert not data_file.read_meta("empty")["splits"]["train"]["complete"]
+
+
+@cases("documents", [["x" * 1000], ["naïve 日本 " * 100] * 2, TEXTS[:50]], ids=len)
+def test_few_documents_give_their_ends_to_validation(texts, capsys, documents):
+    for i, text in enumerate(documents):
+        (texts / f"my{i:02d}.txt").write_text(text)
+    directory = make_data("new", "--source=my*.txt", "--tokenizer=bytes", "--val_share=0.1")
+    assert "few documents: validation gets the last 10% of each" in capsys.readouterr().out
+    train, val = (documents_in(directory, split) for split in ("train", "val"))
+    assert [a + b for a, b in zip(train, val)] == documents
+    assert all(len(b) == math.ceil(len(b + a) / 10) for a, b in zip(train, val))
+
+
+def test_without_a_network_the_message_names_a_tokenizer_that_needs_none(texts, monkeypatch):
+    import requests
+
+    def get(*args, **how):
+        raise requests.ConnectionError("no route to host")
+
+    monkeypatch.setattr(requests, "get", get)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(texts / "cache"))
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    with pytest.raises(SystemExit, match="^[^\n]*use --tokenizer=bytes, or set TIKTOKEN_CACHE_DIR"):
+        make_data("new", "--source=a.jsonl")
+    assert not os.path.exists("new")
+
+
+def test_a_shard_that_has_changed_is_found(data, tmp_path, capsys):
+    make_data(data, "--verify=True")
+    assert "5 shards have the sha256 that meta.json says" in capsys.readouterr().out
+    directory = shutil.copytree(data, tmp_path / "new")
+    windows = data_file.Windows(directory, "train", 32)
+    windows.verify().join()
+    assert len(windows[0]) == 33
+    with open(directory / "train_00001.bin", "r+b") as file:  # another token, and the same size
+        file.seek(-2, os.SEEK_END)
+        file.write(bytes([7, 0]))
+    (directory / "train_00002.bin").rename(directory / "elsewhere")
+    with pytest.raises(SystemExit) as stopped:
+        make_data(directory, "--verify=True")
+    changed, missing = str(stopped.value).split("\n")
+    assert re.search("train_00001.bin has changed since it was prepared: delete", changed)
+    assert re.search("train_00002.bin is listed in meta.json but missing: delete", missing)
+    loader = data_file.Loader(windows, 4, 1, seed=1)
+    windows.verify().join()
+    with pytest.raises(SystemExit, match="train_00001.bin has changed"):
+        loader.batch(0, 0)
+
+
 @cases("argv, message", [
     ("--source=c4", "say how many you want with --max_tokens"),
     ("--source=none*.jsonl", "no file matches"), ("--source=bad.jsonl", "record 0 has no text"),
     ("--source=a.jsonl --max_tokens=1e15", "GB are free"), ("--shard_tokens=0", "at least 1"),
     ("--max_val_tokens=0", "at least 1"), ("--val_share=1.0", "at least 0 and below 1"),
+    ("--val_share=0", "no validation text"), ("--source=empty.jsonl", "there is no text for val"),
     ("--tokenizer=gpt5", "choose bytes, a .tiktoken file, a tokenizer.json, or one of gpt2"),
     ("--tokenizer=my.tiktoken", "my.tiktoken: no such tokenizer file"),
     ("--source=a.jsonl --data_dir=made", "prepared with another made_from"),
 ])  # fmt: skip
 def test_preparation_refuses_what_it_cannot_do(texts, argv, message):
     (texts / "bad.jsonl").write_text('{"body": "x"}\n')
+    write_jsonl(texts / "empty.jsonl", [""])
     if "made" in argv:
         make_data("made", "--source=a.jsonl", "--tokenizer=bytes", "--val_share=0.3")
     with pytest.raises(SystemExit, match=re.escape(message)):
@@ -1283,6 +1404,30 @@ def test_batches_depend_only_on_seed_step_and_place_and_cover_an_epoch_once(data
         x, y = loader.batch(step, 0)
         row = windows[loader.indices(step, 0)[0]].tolist()
         assert x[0].tolist() == row[:-1] and y[0].tolist() == row[1:]
+
+
+@cases("n", [1, 2, 3, 10, 97, 1024, 5000])
+def test_the_order_of_large_data_is_computed_and_takes_each_window_once(monkeypatch, n):
+    monkeypatch.setattr(data_file, "PERMUTE_UP_TO", 0)
+    loader = data_file.Loader(range(n), 1, 1, seed=1)
+    epochs = [[loader.shuffled(epoch * n + i) for i in range(n)] for epoch in range(2)]
+    epochs.append([data_file.Loader(range(n), 1, 1, seed=2).shuffled(i) for i in range(n)])
+    assert all(sorted(order) == list(range(n)) for order in epochs)
+    if n > 1000:
+        for one, two in itertools.combinations([range(n), *epochs], 2):
+            table = np.histogram2d(one, two, bins=10)[0]  # chi-squared, 81 degrees of freedom
+            assert ((table - n / 100) ** 2 / (n / 100)).sum() < 140
+            assert np.equal(one, two).sum() < 10
+        assert all(np.isin(np.diff(order), (-1, 1)).sum() < 10 for order in epochs)
+
+
+def test_the_order_of_large_data_needs_no_memory():
+    loader = data_file.Loader(range(160 * 10**9), 4, 1, seed=1)
+    tracemalloc.start()
+    places = [i for step in range(100) for i in loader.indices(step, 0)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1e6 and len({*places}) == 400 and max(places) > 150 * 10**9
 
 
 # --- Training -------------------------------------------------------------------------------------
@@ -1876,6 +2021,9 @@ def test_windows_for_evaluation_are_spread_and_the_halves_do_not_overlap(data):
     n, tune, report = len(windows), spread(windows, None, "tune"), spread(windows, None, "report")
     assert spread(windows) == list(range(n)) == sorted(tune + report)
     assert abs(len(tune) - len(report)) <= 1 and len(spread(windows, 1)) == 1
+    hundred = type("Hundred", (), {"T": 32, "__len__": lambda self: 100})()
+    assert spread(hundred, 32 * 4) == [12, 37, 62, 87]  # the middle of each quarter
+    assert spread(hundred, 32 * 4, "tune") == [12, 36, 62, 86]
     for part, pool in (("all", range(n)), ("tune", tune), ("report", report)):
         some, gap = spread(windows, 32 * 50, part), n / 50
         assert len(some) == 50 and set(some) <= set(pool)
