@@ -1741,6 +1741,31 @@ def test_bad_steps_are_skipped_and_counted_and_too_many_stop(data, tmp_path, mon
         assert all(x.isfinite().all() for x in state["model"].values())
 
 
+def test_bad_steps_do_not_move_routers_and_experts(data, tmp_path, monkeypatch):
+    """Scores that are not finite would all count as tokens that skip."""
+    how = dict(mod_on="both", mod_rate=0.4, moe_experts=4, eval_interval=0, keep_interval=1)
+    train(data, tmp_path / "good", **how, max_iters=5)
+
+    def spoil(number, loss):
+        if number in (3, 5):
+            for module in live:
+                module.fresh.add_(10**6) if isinstance(module, mod.Router) else module.load.add_(9)
+        return loss * math.inf if number in (3, 5) else loss
+
+    live, build = [], GPT.__init__
+    found = lambda model: live.extend([*mod.routers(model), *moe.layers(model)])
+    monkeypatch.setattr(GPT, "__init__", lambda self, config: build(self, config) or found(self))
+    on_forward(monkeypatch, spoil)
+    train(data, tmp_path / "bad", **how, max_iters=8)
+    good, bad = (checkpoint(tmp_path / name)["model"] for name in ("good", "bad"))
+    for name in (name for name in good if name.endswith(("tau", "share", "histogram"))):
+        assert torch.equal(good[name], bad[name]), name  # set by step 1, and not by a bad step
+    for name in (name for name in good if name.endswith("mlp.bias")):
+        assert bad[name].abs().max() <= 6 * moe.RATE + 1e-9
+    fresh = [x.sum().item() for name, x in bad.items() if name.endswith("fresh")]
+    assert fresh == [3 * 128] * 4  # steps 6 to 8
+
+
 @cases("interval, cost, steps", [
     (None, 0.0, [0, 3, 6, 9, 12]), (None, 0.6, [0, 6, 12]), (5, 0.6, [0, 5, 10, 12]),
     (0, 0.0, [0, 12]),

@@ -241,6 +241,8 @@ data_sha256 = {"train": train_windows.sha256, "val": val_windows.sha256}
 if going_on and saved.get("data", data_sha256) != data_sha256:
     hashes = f"{saved['data']}, {data_sha256}"
     fail(f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {hashes}")
+if is_main and sft_data is None:
+    train_windows.verify()  # in the background: a shard that has changed ends the run
 loader = Loader(train_windows, sequences, micro_steps, seed, rank, world, device)
 val_indices = spread(val_windows, eval_tokens, val_part)
 
@@ -478,11 +480,17 @@ def compiling(run):
         raise RuntimeError("torch.compile failed: try --compile=False") from error
 
 
-def balance_load():
-    """Balance the experts and update the routers. Returns the experts' shares of the tokens."""
+def balance_load(good):
+    """Balance the experts and update the routers. Returns the experts' shares of the tokens.
+
+    good: whether the step was finite. If not, what was counted since the last balance is dropped.
+    """
     global flops_per_step
+    counts = [router.fresh for router in routers] + [layer.load for layer in experts]
+    for count in () if good else counts:
+        count.zero_()
     load = moe.balance(experts, world) if experts else None
-    if routers and (step == 1 or step % mod.BALANCE == 0):
+    if routers and good and (step == 1 or step % mod.BALANCE == 0):
         mod.balance(routers, config.mod_budget == "global", config.mod_rate, world)
         flops_per_step = tokens_per_step * model.flops_per_token()
     return load
@@ -595,7 +603,7 @@ while not finished() and not stopped:
     if good:
         model.after_step()
     step, flops = step + 1, flops + flops_per_step
-    load = balance_load()
+    load = balance_load(good)
     busy += time.perf_counter() - began
 
     record = {
