@@ -18,6 +18,7 @@ import eval as ask
 import generate
 import hf
 import lora
+import tasks
 from model import GPT, GPTConfig
 from test_all import (
     HERE,
@@ -446,7 +447,7 @@ def test_tasks_equal_those_of_the_harness_on_the_same_model(begins, model_folder
     encoding = data_file.meta_tokenizer(str(tmp_path / "ours"), state["meta"])
     manager = TaskManager(include_path=write_tasks(tmp_path / "tasks"), include_defaults=False)
     scores = []
-    for lm in (ask.harness(model, encoding, 4, torch.device("cpu")),
+    for lm in (tasks.harness(model, encoding, 4, torch.device("cpu")),
                HFLM(pretrained=str(model_folder), device="cpu", dtype="float32")):  # fmt: skip
         found = evaluator.simple_evaluate(
             lm, tasks=manager.all_tasks, task_manager=manager, bootstrap_iters=0, num_fewshot=1
