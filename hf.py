@@ -411,8 +411,9 @@ def family_of(c):
 CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2"}
 
 
-def to_keys(config, family, own, hidden, meta, dtype):
-    """GPTConfig -> config.json. family, own: what family_of returns."""
+def to_keys(config, hidden, meta, dtype):
+    """GPTConfig -> config.json."""
+    family, own = family_of(config)
     return {
         "architectures": [CLASSES[family] + "ForCausalLM"],
         "model_type": family,
@@ -441,7 +442,7 @@ def export_model(path, folder):
     library = safetensors()
     state = checkpoint.load(path)
     config = GPTConfig(**state["config"])
-    family, own = family_of(config)
+    family_of(config)  # refuse a model that cannot be exported before any work
     if state.get("lora"):
         fail(f"{path} holds adapters: merge them first: python lora.py {path} OUT.pt")
     if os.path.exists(os.path.join(folder, "config.json")):
@@ -457,7 +458,7 @@ def export_model(path, folder):
             tensor = tensor * (int(layer[1]) + 1) ** -0.5
         tensors[other] = tensor.contiguous()
     dtype = next(iter(tensors.values())).dtype
-    keys = to_keys(config, family, own, hidden, state["meta"], dtype)
+    keys = to_keys(config, hidden, state["meta"], dtype)
     encoding = tokenizer_of(state)
     os.makedirs(folder, exist_ok=True)
     file = os.path.join(folder, "model.safetensors")
@@ -467,7 +468,7 @@ def export_model(path, folder):
         shutil.copyfile(encoding.path, os.path.join(folder, "tokenizer.json"))
         write_json(os.path.join(folder, "tokenizer_config.json"), special_tokens(encoding))
     write_json(os.path.join(folder, "config.json"), keys)  # last: it marks a complete export
-    print(f"{folder}: a {family} model with {len(tensors)} tensors")
+    print(f"{folder}: a {keys['model_type']} model with {len(tensors)} tensors")
     if encoding is None:
         name = state["meta"].get("tokenizer")
         print(f"no tokenizer.json was written: the model's tokenizer is {name!r}")

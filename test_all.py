@@ -2133,7 +2133,7 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
 
     made, steps = {figure: drawn(figure) for figure in plot.FIGURES}, plot.steps_of(dense[0])
     assert all(len(png) > 5000 for png, _ in made.values())
-    assert all(drawn(figure) == made[figure] for figure in ("loss", "target", "map"))
+    assert all(drawn(figure) == made[figure] for figure in ("loss", "variance", "map"))
     assert steps[-1]["seconds"] == pytest.approx(sum(128 / r["tok_s"] for r in steps))
     assert steps[0]["step"] == 1
     assert {k: len(v[1]) for k, v in plot.grouped(dense).items()} == {"nag": 2, "lns": 1}
@@ -2143,31 +2143,20 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
     refuses("no sources in its depth: its mode has no sources", plot.main, "sources", x, dense[2])
 
 
-def test_figures_interpolate_a_target_and_begin_each_router_at_the_dense_run(monkeypatch):
+def test_the_lines_of_routers_begin_at_the_dense_run(monkeypatch):
     import matplotlib.pyplot as plt
 
-    def axes_of(figure, runs):
-        """runs: (settings, validation losses, a million tokens and a minute apart)"""
-        steps = [{"step": i, "tokens": i * 1e6, "tok_s": 1e6 / 60} for i in (1, 2, 3)]
-        records = lambda losses: [step | {"val_loss": x} for step, x in zip(steps, losses)]
-        monkeypatch.setattr(plot, "read_log", lambda i: (runs[i][0], records(runs[i][1])))
-        figure(plt.figure().subplots(), [*range(len(runs))])
-        return plt.gcf().axes
-
-    runs = [({"residual": "prenorm"}, [4.0, 3.0, 2.0]), ({"residual": "nag"}, [3.0, 1.0])]
-    both = axes_of(plot.target, runs)
-    for axes in both:
-        assert [bar.get_height() for bar in axes.patches] == pytest.approx([3.0, 1.5])
-    assert both[0].get_ylabel() == "million tokens to a loss of 2.000"
     runs = []
     for on, rate, router, loss in (
         ("none", 0, "nag", 1), ("both", 0.4, "nag", 5), ("mlp", 0.4, "learned", 2),
         ("both", 0.4, "learned", 3), ("both", 0.4, "learned", 5),  # two seeds: their mean is drawn
     ):  # fmt: skip
         settings = dict(residual="nag", mod_on=on, mod_rate=rate, mod_router=router)
-        runs.append((settings, [loss]))
-    lines = axes_of(plot.rate, runs)[0].lines
-    assert {tuple(line.get_ydata()) for line in lines} == {(1, 5), (1, 4), (1, 2)}
+        runs.append((settings, [{"val_loss": loss}]))
+    monkeypatch.setattr(plot, "read_log", lambda i: runs[i])
+    axes = plt.figure().subplots()
+    plot.rate(axes, [*range(len(runs))])
+    assert {tuple(line.get_ydata()) for line in axes.lines} == {(1, 5), (1, 4), (1, 2)}
 
 
 def test_experts_are_chosen_in_float32_and_may_be_left_without_tokens(monkeypatch):
