@@ -645,7 +645,7 @@ def check_settings(base):
 def machine_speeds():
     """Measure and print (bytes per second of a copy, FLOPs per second of a matrix product)."""
     copy, matmul = floors(device, dtype, rounds, small=quick)
-    peak = peak_flops(device_name(torch.device(device)))
+    peak = peak_flops(device_name(torch.device(device))) if dtype == "bfloat16" else None
     share = f", {matmul / peak:.0%} of the data sheet's rate" if peak else ""
     print(f"copy {copy / 1e9:.1f} GB/s, {dtype} matrix product {matmul / 1e12:.2f} TFLOP/s{share}")
     return copy, matmul

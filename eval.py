@@ -296,8 +296,8 @@ def answers(parts, model, rows, encoding):
         show_skipping(report)
         yield "mod", report
     if "tasks" in parts:
-        how = (tasks, task_dir, num_fewshot, limit, seed)
-        yield "tasks", run_tasks(model, encoding, batch_size, device, *how)
+        how = dict(task_dir=task_dir, num_fewshot=num_fewshot, limit=limit, seed=seed)
+        yield "tasks", run_tasks(model, encoding, batch_size, device, tasks, **how)
     if "sample" in parts:
         if model.config.residual in FOLDS:
             FOLDS[model.config.residual](model)  # cannot be undone: sample is last
