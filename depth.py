@@ -198,7 +198,10 @@ def means_by(group, **values):
 
 @torch.no_grad()
 def leak(model):
-    """How far logits move if only later tokens change, over the logits' std. 0: it is causal."""
+    """How far logits move if only later tokens change, over the logits' std.
+
+    0: the model is causal. Infinity: some logits are not finite, so nothing can be said.
+    """
     T = min(128, model.config.block_size)
     ids = torch.randint(model.config.vocab_size, (2, T), generator=torch.Generator().manual_seed(0))
     ends = torch.tensor([t for t in (0, 1, 3, 7, 15, 31, 32, 63) if t < T])
@@ -206,8 +209,10 @@ def leak(model):
     device = model.embed.weight.device
     one = model(ids[:1].expand(len(ends), T).to(device))[0]
     other = model(torch.where(later, ids[1], ids[0]).to(device))[0]
-    moved = (one - other).abs().amax(-1).cpu()
-    return float(moved[~later].max() / one.std())
+    if not (one.isfinite().all() and other.isfinite().all()):
+        return math.inf
+    moved = float((one - other).abs().amax(-1).cpu()[~later].max())
+    return moved / float(one.std()) if moved > 0 else 0.0  # all logits may be equal: std is 0
 
 
 class PassOn(nn.Module):

@@ -15,7 +15,6 @@ import math
 import os
 import sys
 import time
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -37,9 +36,10 @@ from data import (
     token_bytes,
     write_json,
 )
-from generate import FOLDS, KVCache, stream_tokens
+from generate import FOLDS, stream_tokens
 from machine import autocast, can_compile, pick_device, pick_dtype, prepare_process
 from model import evaluate
+from tasks import run_tasks
 
 out_dir = "out"  # folder of the run; eval.json goes there too
 checkpoint: str | None = None  # file or folder in out_dir, such as ckpt_best.pt; None: the newest
@@ -109,6 +109,24 @@ class TextWindows:
         padding = self.T - len(x)
         return np.array([x + [0] * padding, y + [-1] * padding])
 
+    def part(self, first, end):
+        """The rows from first on, before end."""
+        rows, tokens = copy.copy(self), slice(first * self.T, end * self.T)
+        rows.x, rows.y = self.x[tokens], self.y[tokens]
+        return rows
+
+    def whole(self):
+        """All rows except a padded last one."""
+        return self.part(0, len(self.x) // self.T)
+
+    def divided(self):
+        """(the first tenth of the rows, the others)"""
+        tenth = math.ceil(len(self) / 10)
+        if tenth == len(self):
+            short = f"a tenth of it is less than a window of {self.T} tokens"
+            raise SystemExit(f"text={text!r} is too short to choose what to skip: {short}")
+        return self.part(0, tenth), self.part(tenth, len(self))
+
 
 def read_texts(source, column, split):
     """The texts of a file, or of one column of a data set on the hub."""
@@ -116,9 +134,24 @@ def read_texts(source, column, split):
         if source.endswith((".json.gz", ".jsonl", ".jsonl.gz", ".parquet")):
             return read_documents(source, column)
         return [open(source, encoding="utf-8").read()]
+    if "/" not in source:
+        raise SystemExit(f"text={source!r}: no such file, and not OWNER/NAME of a data set")
     from datasets import load_dataset
 
-    return (record[column] for record in load_dataset(source, split=split, streaming=True))
+    try:
+        records = load_dataset(source, split=split, streaming=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"text={source!r}: no such file, and no data set: {reason}") from error
+    return column_of(records, column)
+
+
+def column_of(records, column):
+    for record in records:
+        if column not in record:
+            choices = ", ".join(record)
+            raise SystemExit(f"text_column={column!r}: the data set has {choices}")
+        yield record[column]
 
 
 def loss(model, windows, indices, encoding, batch_size, device):
@@ -142,167 +175,6 @@ def loss(model, windows, indices, encoding, batch_size, device):
         "tokens": tokens,
         "bytes": text_bytes,
     }
-
-
-# ------------------------------------------------------------------------------------------------
-# Tasks
-
-
-def score_choices(model, pairs, batch_size, n_vocab, device):
-    """Score continuations: a list of (log-probability, whether greedy decoding gives it).
-
-    pairs are (context, continuation), two lists of token ids. Continuations of the same context
-    share one forward of it. A batch has contexts of equal length, and the longest come first.
-    """
-    T = model.config.block_size
-    by_context = {}  # {context: indices of its pairs}
-    for i, (context, continuation) in enumerate(pairs):
-        n = len(continuation)
-        if not 0 < n <= T:
-            raise ValueError(f"a continuation of {n} tokens does not fit into block_size={T}")
-        # Cut the context from the left. The model does not read the last token of a continuation.
-        by_context.setdefault(tuple(context[-(T + 1 - n) :]), []).append(i)
-
-    results = [None] * len(pairs)
-    for _, group in groupby(sorted(by_context, key=len, reverse=True), key=len):
-        contexts = [*group]
-        for first in range(0, len(contexts), batch_size):
-            batch = contexts[first : first + batch_size]
-            members = [(row, i) for row, context in enumerate(batch) for i in by_context[context]]
-            owner = torch.tensor([row for row, _ in members], device=device)
-            continuations = [pairs[i][1] for _, i in members]
-            scores = score_group(model, batch, owner, continuations, n_vocab, device)
-            for (_, i), score in zip(members, scores):
-                results[i] = score
-    return results
-
-
-@torch.no_grad()
-def score_group(model, contexts, owner, continuations, n_vocab, device):
-    """Score continuations whose contexts have equal length.
-
-    Continuation i follows contexts[owner[i]]. Returns (log-probability, greedy) for each.
-    """
-    longest = max(map(len, continuations))
-    padded = [ids + [0] * (longest - len(ids)) for ids in continuations]
-    y = torch.tensor(padded, device=device)  # (N, longest)
-    cache = KVCache(model, len(contexts), len(contexts[0]) + longest - 1)
-    hidden, head = model.hidden(torch.tensor(contexts, device=device), cache=cache)
-    hidden = hidden[owner, -1:]  # (N, 1, C)
-    if longest > 1:
-        cache.kv = [[tensor[owner] for tensor in layer] for layer in cache.kv]
-        cache.ids = cache.ids[owner]
-        hidden = torch.cat((hidden, model.hidden(y[:, :-1], cache=cache)[0]), dim=1)
-
-    chunk = model.loss_chunk or 2048  # tokens whose logits are in memory at a time
-    parts = zip(hidden.flatten(0, 1).split(chunk), y.flatten().split(chunk))
-    scores = [token_scores(model.logits(h, head), targets, n_vocab) for h, targets in parts]
-    logp, greedy = (torch.cat(part).view(y.shape) for part in zip(*scores))
-    lengths = torch.tensor([[len(ids)] for ids in continuations], device=device)
-    real = torch.arange(longest, device=device) < lengths  # (N, longest), False for padding
-    return [*zip((logp * real).sum(-1).tolist(), (greedy | ~real).all(-1).tolist())]
-
-
-def token_scores(logits, y, n_vocab):
-    """Log-probability of each token of y, and whether it is the most likely one, (N,) each."""
-    logp = logits[..., :n_vocab].float().log_softmax(-1)
-    return logp.gather(-1, y[..., None])[..., 0], logp.argmax(-1) == y
-
-
-def harness(model, encoding, batch_size, device):
-    """Wrap the model in the interface of lm-evaluation-harness."""
-    from lm_eval import utils
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
-
-    T, eot, start = model.config.block_size, encoding.eot_token, start_of_text(encoding)
-    first, own, n_vocab = eot, [], encoding.n_vocab
-    if getattr(encoding, "imported", False):  # all as in the harness's own class `hf`
-        first = eot if encoding.bos_token is None else encoding.bos_token
-        own, n_vocab = start, model.config.vocab_size
-
-    class Checkpoint(TemplateLM):
-        eot_token_id, prefix_token_id = eot, first
-
-        def tok_encode(self, string, **kwargs):
-            return encoding.encode_ordinary(string)
-
-        def _loglikelihood_tokens(self, requests, **kwargs):
-            pairs = []
-            for _, context, continuation in requests:
-                context = context[1:] if start and context == [first] else context
-                cut = max(0, len(start) + len(context) + len(continuation) - 1 - T)
-                pairs.append(([*start, *context[cut:]], continuation))
-            return score_choices(model, pairs, batch_size, n_vocab, device)
-
-        def loglikelihood_rolling(self, requests, disable_tqdm=False):
-            totals = []
-            for request in requests:
-                ids = [*own, *self.tok_encode(request.args[0])]
-                windows = utils.get_rolling_token_windows(ids, first, T, 1)
-                pairs = [utils.make_disjoint_window(window) for window in windows]
-                scores = score_choices(model, pairs, batch_size, n_vocab, device)
-                totals.append(sum(total for total, _ in scores))
-            return totals
-
-        def generate_until(self, requests, disable_tqdm=False):
-            texts = []
-            for context, options in (request.args for request in requests):
-                options = normalize_gen_kwargs(options)
-                stops = handle_stop_sequences(options["until"], None)
-                heat = options["temperature"] if options["do_sample"] else 0.0
-                limits = (stops, options["max_gen_toks"], heat)
-                texts.append(write_until(model, encoding, context, *limits, device))
-            return texts
-
-    return Checkpoint()
-
-
-def write_until(model, encoding, context, stops, max_new, temperature, device):
-    """Continue the context up to the first of the strings in stops, or up to end-of-text.
-
-    The context is cut from the left, to at least half a window.
-    """
-    size = model.config.block_size
-    keep = max(size // 2, size - max_new)
-    ids = [*start_of_text(encoding), *encoding.encode_ordinary(context)[-max(1, keep - 1) :]]
-    start, written = torch.tensor([ids], device=device), []
-    for token in stream_tokens(model, start, max_new, temperature, n_vocab=encoding.n_vocab):
-        written.append(int(token))
-        text = encoding.decode(written)
-        ends = [text.index(stop) for stop in stops if stop and stop in text]
-        if ends or written[-1] == encoding.eot_token:
-            return text[: min(ends)] if ends else encoding.decode(written[:-1])
-    return encoding.decode(written)
-
-
-def run_tasks(model, encoding, device):
-    """Run lm-evaluation-harness: {task: {metric: value}}, and the versions of the packages."""
-    try:
-        import datasets
-        import lm_eval
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        message = f"tasks need lm-evaluation-harness: pip install lm-eval ({error})"
-        raise SystemExit(message) from error
-    manager = TaskManager(include_path=task_dir, include_defaults=task_dir is None)
-    common = "arc_easy,arc_challenge,piqa,hellaswag,openbookqa,winogrande,mmlu,boolq"
-    names = (tasks or common).split(",")
-    unknown = [name for name in names if name not in manager.all_tasks]
-    if unknown:
-        known = ", ".join(sorted(manager.all_tasks))
-        raise SystemExit(f"tasks={tasks!r}: {', '.join(unknown)} is not one of {known}")
-    chosen = dict(tasks=names, num_fewshot=num_fewshot, limit=limit, random_seed=seed)
-    lm = harness(model, encoding, batch_size, device)
-    found = lm_eval.simple_evaluate(
-        lm, task_manager=manager, bootstrap_iters=100, log_samples=False, **chosen
-    )
-    report = {
-        name: {key: value for key, value in metrics.items() if isinstance(value, float)}
-        for name, metrics in found["results"].items()
-    }
-    show_tasks(report)
-    return report | {"versions": {"lm_eval": lm_eval.__version__, "datasets": datasets.__version__}}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -331,28 +203,22 @@ def show_depth(report):
         for i, values in enumerate(zip(*rows.values())):
             print(f"{i:<9}" + "".join(f"  {v:>14.4g}" for v in values))
     for name in ("norm and entropy", "norm and loss"):
-        print(f"correlation of the last {name}: {report[name]}")
+        value = report[name]
+        correlation = "none, all norms are equal" if value is None else f"{value:+.3f}"
+        print(f"correlation of the last {name}: {correlation}")
     print(f"calibration error {report['calibration error']:.4f}")
 
 
 def show_skipping(report):
+    print(f"skipped {report['rate']:.1%}, averaged over the sublayers that tokens may skip")
     print(
-        f"skipped {report['rate']:.1%}; loss {report['causal loss']:.4f}, "
-        f"{report['look-ahead loss']:.4f} looking ahead"
+        f"loss {report['causal loss']:.4f}: each token compares its own score with a threshold\n"
+        f"loss {report['look-ahead loss']:.4f}: the tokens with the highest scores of a sequence "
+        "run, as in training; this looks at later tokens"
     )
+    print("the prompt, a column per token: # runs, . skips")
     for where, share, row in zip(report["where"], report["skipped"], report["map"]):
         print(f"{where:<9} {share:>6.1%} " + "".join(".#"[ran] for ran in row[:96]))
-
-
-def show_pruning(report):
-    units = ", ".join(report["skipped"]) or "nothing"
-    print(f"skipped {units}; {report['FLOPs left']:.1%} of the FLOPs left")
-
-
-def show_tasks(report):
-    for name, metrics in report.items():
-        values = [f"{key} {value:.4f}" for key, value in metrics.items()]
-        print(f"{name:<20}" + "  ".join(values))
 
 
 def sample(model, encoding, device):
@@ -404,19 +270,15 @@ def decoding_speed(began, times):
 # All parts
 
 
-def answers(parts, model, windows, encoding):
-    """Evaluate and print each part, and yield (part, report). windows: the split, or None."""
-    rows, reads = windows, set(parts) & {"depth", "mod"}
-    if text is not None:
-        T = context or model.config.block_size
-        rows = TextWindows(read_texts(text, text_column, text_split), encoding, T, eval_tokens)
+def answers(parts, model, rows, encoding):
+    """Evaluate and print each part, and yield (part, report). rows: what to score, or None."""
     if "loss" in parts:
         places = range(len(rows)) if text is not None else spread(rows, eval_tokens, val_part)
         report = loss(model, rows, places, encoding, batch_size, device)
         show_loss(report)
         yield "loss", report
-    if reads:
-        rows = whole_rows(rows)
+    if {"depth", "mod"} & set(parts):
+        rows = rows if text is None else rows.whole()
         places = spread(rows, depth_tokens, val_part if text is None else "all")
         batches = unpadded(rows, places)
     if "depth" in parts:
@@ -434,20 +296,12 @@ def answers(parts, model, windows, encoding):
         show_skipping(report)
         yield "mod", report
     if "tasks" in parts:
-        yield "tasks", run_tasks(model, encoding, device)
+        how = dict(task_dir=task_dir, num_fewshot=num_fewshot, limit=limit, seed=seed)
+        yield "tasks", run_tasks(model, encoding, batch_size, device, tasks, **how)
     if "sample" in parts:
         if model.config.residual in FOLDS:
             FOLDS[model.config.residual](model)  # cannot be undone: sample is last
         yield "sample", sample(model, encoding, device)
-
-
-def whole_rows(rows):
-    """rows without the last one of a text, if it is padded."""
-    if not isinstance(rows, TextWindows):
-        return rows
-    rows, end = copy.copy(rows), len(rows.x) // rows.T * rows.T
-    rows.x, rows.y = rows.x[:end], rows.y[:end]
-    return rows
 
 
 def unpadded(rows, places):
@@ -456,40 +310,35 @@ def unpadded(rows, places):
     return [(x[real], y[real]) for x, y in pairs for real in [(y >= 0).any(1)]]
 
 
-def dial(model, directory, encoding):
-    """Skip a share mod_rate of the tokens, or of the units in a model without routers.
+def choosing_rows(directory, rows, T):
+    """(rows on which mod_rate chooses what to skip, rows to score)
 
-    Training windows set the thresholds or score the units; without shards, the text does. Returns
-    new parts of eval.json.
+    It chooses on training windows. Without shards it takes the first tenth of the text, which is
+    then not scored.
     """
     if not 0 <= mod_rate < 1:
         raise SystemExit(f"mod_rate={mod_rate}: must be at least 0 and below 1")
-    T = context or model.config.block_size
     if directory is not None:
-        windows = Windows(directory, "train", T)
-    elif text is not None:
-        windows = TextWindows(read_texts(text, text_column, text_split), encoding, T, 32768)
-    else:
+        return Windows(directory, "train", T), rows
+    if text is None:
         raise SystemExit(f"mod_rate={mod_rate} needs text: give --text or --data_dir")
-    windows = whole_rows(windows)
-    batches = [x for x, _ in unpadded(windows, spread(windows, 32768))]
-    if mod.routers(model):
-        mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
-        return {}
-    report = pruned(model, batches)
-    show_pruning(report)
-    return {"prune": report}
+    chosen, scored = rows.divided()
+    print(f"the first {len(chosen.x):,} tokens of the text choose what to skip: not scored")
+    return chosen, scored
 
 
-def pruned(model, batches):
-    """Skip whole sublayers or blocks. Returns their names and the share of FLOPs that is left."""
-    whole = model.flops_per_token()
+def dial(model, rows):
+    """Skip a share mod_rate, chosen on these rows. Returns new parts of eval.json."""
+    batches = [x for x, _ in unpadded(rows, spread(rows, 32768))]
     try:
-        units = prune.prune(model, batches, mod_rate, prune_unit, prune_by, seed)
+        report = prune.dial(model, batches, mod_rate, prune_unit, prune_by, seed)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    left = model.flops_per_token() / whole
-    return {"skipped": prune.names(units, prune_unit), "FLOPs left": left}
+    if report is None:  # tokens skip, see the part mod
+        return {}
+    units = ", ".join(report["skipped"]) or "nothing"
+    print(f"skipped {units}; {report['FLOPs left']:.1%} of the FLOPs left")
+    return {"prune": report}
 
 
 def refuse_unused(model, given):
@@ -556,11 +405,16 @@ def main():
     parts = choose_parts(model, settings, windows is not None)
     refuse_unused(model, given)
     if {*parts} - {"sample", "tasks"} and depth.leak(model) > 1e-3:
-        raise SystemExit("not causal: logits change with later tokens, so no loss means anything")
+        why = "logits change with later tokens, or are not finite"
+        raise SystemExit(f"not causal: {why}, so no loss means anything")
     if context is not None and context > model.config.block_size:
         raise SystemExit(f"context={context}: must be at most block_size={model.config.block_size}")
-    directory = data_dir or state["settings"]["data_dir"]
-    dialled = {} if mod_rate is None else dial(model, directory, encoding)
+    rows, dialled, T = windows, {}, context or model.config.block_size
+    if text is not None:
+        rows = TextWindows(read_texts(text, text_column, text_split), encoding, T, eval_tokens)
+    if mod_rate is not None:
+        chosen, rows = choosing_rows(data_dir or state["settings"]["data_dir"], rows, T)
+        dialled = dial(model, chosen)
 
     path = os.path.join(out_dir, "eval.json")
     report = {"checkpoint": os.path.basename(state["path"]), "step": state["step"]}
@@ -570,7 +424,7 @@ def main():
     report["settings"] = report.get("settings", {}) | dict.fromkeys([*parts, *dialled], settings)
     report["data"] = None if windows is None else windows.sha256
     report |= dialled
-    for part, result in answers(parts, model, windows, encoding):
+    for part, result in answers(parts, model, rows, encoding):
         report[part] = result
         write_json(path, report)  # a later part may fail
 

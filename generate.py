@@ -176,3 +176,8 @@ def generate(model, idx, max_new_tokens, stop=None, **options):
         return text
     before = (text[:, idx.size(1) :] == stop).cumsum(1) == 0  # tokens before a row's first stop
     return text[:, : idx.size(1) + 1 + int(before.sum(1).max())]
+
+
+if __name__ == "__main__":
+    print("to sample from a run: python eval.py --out_dir=out --what=sample", file=sys.stderr)
+    raise SystemExit(2)

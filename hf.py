@@ -16,8 +16,9 @@ Each key of config.json is used or known to change no number; any other one is r
 .safetensors files are read: a .bin file is a pickle, which can run code. A checkpoint keeps the
 dtype of its file. tokenizer.json is copied beside it; it says how a text begins. Chat templates are
 not interpreted. Export also takes lns: it folds the factor 1/sqrt(b + 1) into the gain of the norm.
+It copies the model's tokenizer.json, but cannot make one from "bytes" or a tokenizer of tiktoken.
 
-This needs the package safetensors, and tokenizers to read or write a tokenizer.json.
+This needs the package safetensors, and tokenizers to read a tokenizer.json.
 """
 
 import json
@@ -34,17 +35,7 @@ import torch
 import checkpoint
 from attention import head_width
 from configurator import configure
-from data import (
-    EOT,
-    JsonTokenizer,
-    atomic,
-    byte_characters,
-    fingerprint,
-    get_tokenizer,
-    is_imported,
-    meta_tokenizer,
-    write_json,
-)
+from data import fingerprint, get_tokenizer, is_imported, meta_tokenizer, write_json
 from model import GPT, GPTConfig
 
 out_dir = "out"  # import: folder for the checkpoint
@@ -171,14 +162,10 @@ def context_length(keys, family, context):
 
 
 def biases(keys, family):
-    on_attention = keys.maybe("attention_bias", False)
-    if family in ("llama", "qwen3", "olmo2"):
-        attention = {"attn_bias": "all" if on_attention else "none"}
-    elif on_attention:
-        fail(f"attention_bias={on_attention!r}: {family} has no such key")
-    else:
-        attention = {}
-    return attention | {"bias": bool(keys.maybe("mlp_bias", False))}
+    found = {"bias": bool(keys.maybe("mlp_bias", False))}
+    if family in ("llama", "qwen3", "olmo2"):  # the others have no such key
+        found["attn_bias"] = "all" if keys.maybe("attention_bias", False) else "none"
+    return found
 
 
 def rope(keys):
@@ -235,7 +222,7 @@ def file_names(config):
 
 
 def list_files(folder):
-    """Paths of the .safetensors files in a folder, and {tensor: file} if there is an index."""
+    """Paths of the .safetensors files in a folder."""
     index = os.path.join(folder, "model.safetensors.index.json")
     single = os.path.join(folder, "model.safetensors")
     if os.path.exists(index):
@@ -247,9 +234,9 @@ def list_files(folder):
                 fail(f"{index}: {name!r} is not a file in its folder")
             if not os.path.exists(os.path.join(folder, name)):
                 fail(f"{index} names {name}, which is missing")
-        return [os.path.join(folder, name) for name in sorted(set(where.values()))], where
+        return [os.path.join(folder, name) for name in sorted(set(where.values()))]
     if os.path.exists(single):
-        return [single], None
+        return [single]
     if any(name.endswith((".bin", ".pth", ".pt")) for name in os.listdir(folder)):
         fail(f"{folder} has pickled weights, which can run code: convert them to .safetensors")
     fail(f"{folder} has no model.safetensors and no model.safetensors.index.json")
@@ -261,9 +248,8 @@ def check_tensors(folder, wanted):
     Fails if a tensor is missing or unknown, or has another shape. wanted: what file_names returns.
     """
     by_name = {other: (name, shape) for name, (other, shape) in wanted.items()}
-    paths, index = list_files(folder)
     plan, found = {}, set()
-    for path in paths:
+    for path in list_files(folder):
         with opened(path) as file:
             for other in file.keys():
                 if other not in by_name:
@@ -286,9 +272,6 @@ def check_tensors(folder, wanted):
     missing = sorted(by_name.keys() - found)
     if missing:
         fail(f"{folder} lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))
-    wrong = [other for other in found if index and other not in index]
-    if wrong:
-        fail(f"{folder}: the index does not name {wrong[0]}")
     return plan
 
 
@@ -455,11 +438,11 @@ def to_keys(config, hidden, meta, dtype):
 
 
 def export_model(path, folder):
-    """Write config.json, model.safetensors and tokenizer.json."""
+    """Write config.json, model.safetensors and, if the model has one, tokenizer.json."""
     library = safetensors()
     state = checkpoint.load(path)
     config = GPTConfig(**state["config"])
-    family_of(config)
+    family_of(config)  # refuse a model that cannot be exported before any work
     if state.get("lora"):
         fail(f"{path} holds adapters: merge them first: python lora.py {path} OUT.pt")
     if os.path.exists(os.path.join(folder, "config.json")):
@@ -474,19 +457,21 @@ def export_model(path, folder):
         if config.residual == "lns" and layer:
             tensor = tensor * (int(layer[1]) + 1) ** -0.5
         tensors[other] = tensor.contiguous()
-    keys = to_keys(config, hidden, state["meta"], next(iter(tensors.values())).dtype)
+    dtype = next(iter(tensors.values())).dtype
+    keys = to_keys(config, hidden, state["meta"], dtype)
     encoding = tokenizer_of(state)
-    tokenizer = None if encoding is None else as_tokenizer_json(encoding)
     os.makedirs(folder, exist_ok=True)
     file = os.path.join(folder, "model.safetensors")
     library.torch.save_file(tensors, file + ".tmp", metadata={"format": "pt"})
     os.replace(file + ".tmp", file)
     if encoding is not None:
-        with atomic(os.path.join(folder, "tokenizer.json")) as file:
-            file.write(tokenizer)
+        shutil.copyfile(encoding.path, os.path.join(folder, "tokenizer.json"))
         write_json(os.path.join(folder, "tokenizer_config.json"), special_tokens(encoding))
     write_json(os.path.join(folder, "config.json"), keys)  # last: it marks a complete export
     print(f"{folder}: a {keys['model_type']} model with {len(tensors)} tensors")
+    if encoding is None:
+        name = state["meta"].get("tokenizer")
+        print(f"no tokenizer.json was written: the model's tokenizer is {name!r}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -494,9 +479,9 @@ def export_model(path, folder):
 
 
 def tokenizer_of(state):
-    """The tokenizer of a checkpoint, or None."""
+    """The tokenizer of a checkpoint, or None if it is not a tokenizer.json."""
     meta, data_dir = state["meta"], state["settings"].get("data_dir")
-    if not meta.get("tokenizer"):
+    if not (meta.get("tokenizer") or "").endswith(".json"):
         return None
     return meta_tokenizer(os.path.dirname(state["path"]) if is_imported(meta) else data_dir, meta)
 
@@ -504,50 +489,8 @@ def tokenizer_of(state):
 def special_tokens(encoding):
     """tokenizer_config.json: what ends and what begins a text."""
     name = lambda i: encoding.decode_single_token_bytes(i).decode()
-    bos = getattr(encoding, "bos_token", None)
-    begins = {} if bos is None else {"bos_token": name(bos)}
-    ends = {"eos_token": name(encoding.eot_token)}
-    return {"tokenizer_class": "PreTrainedTokenizerFast", **ends, **begins}
-
-
-def as_tokenizer_json(encoding):
-    """The bytes of a tokenizer.json that makes the same ids. Texts begin with end-of-text."""
-    if isinstance(encoding, JsonTokenizer):
-        return open(encoding.path, "rb").read()
-    try:
-        import tokenizers as library
-    except ImportError:
-        fail("to write a tokenizer.json: pip install tokenizers")
-    ranks, characters = encoding._mergeable_ranks, byte_characters()
-    written = {token: "".join(characters[byte] for byte in token) for token in ranks}
-    merges = [
-        tuple("".join(characters[byte] for byte in part) for part in parts_of(token, ranks))
-        for token in sorted(ranks, key=ranks.get)
-        if len(token) > 1
-    ]
-    vocab = {written[token]: rank for token, rank in ranks.items()}
-    made = library.Tokenizer(library.models.BPE(vocab, merges))
-    split = library.pre_tokenizers.Split(library.Regex(encoding._pat_str), "isolated")
-    to_bytes = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = library.pre_tokenizers.Sequence([split, to_bytes])
-    made.decoder = library.decoders.ByteLevel()
-    special = sorted(encoding._special_tokens.items(), key=lambda pair: pair[1])
-    made.add_special_tokens([library.AddedToken(token, special=True) for token, _ in special])
-    if any(made.token_to_id(token) != i for token, i in special):
-        fail(f"the special tokens of {encoding.name} do not follow its other tokens")
-    begin = dict(single=f"{EOT} $A", special_tokens=[(EOT, encoding.eot_token)])
-    made.post_processor = library.processors.TemplateProcessing(**begin)
-    return made.to_str().encode()
-
-
-def parts_of(token, ranks):
-    """The two tokens that a token is merged from: what its bytes merge to by lower ranks."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pairs = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:])]
-        first = pairs.index(min(pairs))
-        parts[first : first + 2] = [parts[first] + parts[first + 1]]
-    return parts
+    found = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name(encoding.eot_token)}
+    return found if encoding.bos_token is None else found | {"bos_token": name(encoding.bos_token)}
 
 
 def main(argv):

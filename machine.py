@@ -17,7 +17,9 @@ except ImportError:  # Windows does not have it
     resource = None
 
 PEAK_FLOPS = {  # dense bfloat16 FLOP/s from the data sheets; other devices get no MFU
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+    "GB200": 2500e12, "B200": 2250e12,
+    "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12,
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
     "A100": 312e12, "L40S": 362e12, "A40": 150e12, "A10G": 70e12, "L4": 121e12,
     "RTX 6000 Ada": 364e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
@@ -90,30 +92,10 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
-def features(device):
-    """What bench.py's doctor says about a device: its name, and what makes it fast."""
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        found = {f"compute capability {major}.{minor}": True}
-    else:
-        found = {torch.backends.cpu.get_cpu_capability(): device.type == "cpu"}
-        found["AMX"] = device.type == "cpu" and torch.cpu._is_amx_tile_supported()
-    found["bfloat16"] = computes_bfloat16(device.type)
-    return [device_name(device), *(text for text, there in found.items() if there)]
-
-
 def cores():
     """The number of cores that this process may use."""
     known = hasattr(os, "sched_getaffinity")  # not on macOS and Windows
     return len(os.sched_getaffinity(0)) if known else os.cpu_count()
-
-
-def memory_bytes(device):
-    """All memory of a device; None if the system does not report it."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    known = hasattr(os, "sysconf")  # not on Windows
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known else None
 
 
 def backend(device):
@@ -122,10 +104,9 @@ def backend(device):
 
 
 def peak_flops(name):
-    """Dense bfloat16 FLOP/s of a device by its name, or None."""
-    return next(
-        (flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None
-    )
+    """Dense bfloat16 FLOP/s of a device by its name, or None. The longest key that fits counts."""
+    found = [key for key in PEAK_FLOPS if re.search(rf"\b{key}\b", name)]
+    return PEAK_FLOPS[max(found, key=len)] if found else None
 
 
 def peak_memory_gb(device):

@@ -5,9 +5,7 @@ From log.jsonl of each run:
     loss        validation loss against tokens, with the training loss as a thin line
     flops       validation loss against training FLOPs
     time        validation loss against the time spent in training steps
-    target      tokens and time until a run reaches the highest of the final validation losses
     rate        final validation loss against the share of tokens that skip, one line per router
-    ladder      final validation loss against width over depth
 
 From eval.json of each run:
     variance    variance of the stream after each block
@@ -21,9 +19,6 @@ From eval.json of one run:
     similarity  cosines between the mean updates of the sublayers
     sources     weights that sublayers and head give to their sources, for Attention Residuals
     map         which tokens of a text ran in which sublayers
-
-From both files of each run:
-    stability   final validation loss, and growth of the variance, against the learning rate
 
 From JSON files of bench.py, in place of runs:
     speed       time relative to the first candidate
@@ -108,27 +103,11 @@ def steps_of(run):
 
 
 def final_loss(run):
-    """The last validation loss of a run; infinity if the run diverged."""
-    settings, records = read_log(run)
-    if records and records[-1].get("bad_steps", 0) >= settings.get("max_bad_steps", math.inf):
+    """The last validation loss of a run; infinity if the run ended with a bad step."""
+    records = read_log(run)[1]
+    if records and records[-1].get("bad_steps"):
         return math.inf
     return [record["val_loss"] for record in records if record["val_loss"] is not None][-1]
-
-
-def reached(run, goal, key):
-    """The value of key (tokens, step or seconds) when the validation loss reached the goal.
-
-    Interpolates linearly between two evaluations. Returns None if the run did not reach the goal.
-    """
-    steps = [record for record in steps_of(run) if record["val_loss"] is not None]
-    first = next((i for i, record in enumerate(steps) if record["val_loss"] <= goal), None)
-    if first is None:
-        return None
-    before, after = steps[max(0, first - 1)], steps[first]
-    share = 1.0
-    if first:
-        share = (before["val_loss"] - goal) / (before["val_loss"] - after["val_loss"])
-    return before[key] + share * (after[key] - before[key])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -221,52 +200,11 @@ def losses_against(axes, runs, key, unit, label):
     axes.set(xlabel=label, ylabel=LOSS + (", thin: training" if key == "tokens" else ""))
 
 
-def target(axes, runs):
-    runs = [run for run in runs if final_loss(run) < math.inf]
-    goal = max(map(final_loss, runs))
-    groups, right = grouped(runs), axes.twinx()
-    sides = (("tokens", 1e6, axes, -0.2, None), ("seconds", 60, right, 0.2, "//"))
-    for i, (mode, members) in enumerate(groups.values()):
-        for key, unit, side, shift, hatch in sides:
-            needed = [reached(run, goal, key) / unit for run in members]
-            mean = sum(needed) / len(needed)
-            look = {"color": colour(mode), "hatch": hatch, "ec": "white"}
-            look["yerr"] = [[mean - min(needed)], [max(needed) - mean]]
-            side.bar(i + shift, mean, 0.38, **look)
-    labels = [label.replace(", ", "\n") for label in groups]
-    axes.set(xticks=range(len(groups)), xticklabels=labels)
-    axes.set(ylabel=f"million tokens to a loss of {goal:.3f}")
-    right.set(ylabel="minutes to it (hatched)")
-    right.spines["right"].set_visible(True)
-
-
 def rate(axes, runs):
     dense = [run for run in runs if read_log(run)[0]["mod_rate"] == 0]
     routed = [run for run in runs if run not in dense]
     against(axes, routed, lambda s: s["mod_rate"], ["mod_rate"], final_loss, dense)
     axes.set(xlabel="share of tokens that skip", ylabel=LOSS)
-
-
-def ladder(axes, runs):
-    shape = "n_layer n_embd n_head n_kv_head n_hidden moe_experts moe_shared init_scale".split()
-    against(axes, runs, lambda s: s["n_embd"] / s["n_layer"], shape, final_loss)
-    axes.set(xlabel="width over depth", ylabel=LOSS)
-
-
-def stability(axes, runs):
-    def growth(run):
-        if final_loss(run) == math.inf:
-            return math.inf
-        values = read_eval(run, "depth")["variance"]
-        return values[-1] / values[1]
-
-    right = axes.twinx()
-    right.spines["right"].set_visible(True)
-    rate_of = lambda settings: settings["learning_rate"]
-    against(axes, runs, rate_of, ["learning_rate"], final_loss)
-    against(right, runs, rate_of, ["learning_rate"], growth, ls=":", label=None)
-    axes.set(xlabel="learning rate", ylabel=LOSS, xscale="log")
-    right.set(ylabel="variance, last block over first (dotted)", yscale="log")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -374,7 +312,7 @@ FIGURES = {
     "loss": partial(losses_against, key="tokens", unit=1e6, label="million tokens"),
     "flops": partial(losses_against, key="flops", unit=1e12, label="training TFLOPs"),
     "time": partial(losses_against, key="seconds", unit=60, label="minutes of training"),
-    "target": target, "rate": rate, "ladder": ladder, "stability": stability,
+    "rate": rate,
     "variance": partial(stream, key="variance"), "norm": partial(stream, key="norm"),
     "rotation": rotation, "alpha": alpha, "dropped": dropped, "calibrated": calibrated,
     "similarity": similarity, "sources": sources, "map": token_map, "speed": speed,

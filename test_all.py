@@ -47,6 +47,7 @@ import ngpt
 import norms
 import plot
 import prepare_c4
+import tasks
 from model import GPT, RESIDUALS, GPTConfig
 from streams import AttnRes
 
@@ -206,10 +207,10 @@ def test_every_config_builds_its_model_and_the_shapes_in_its_docstring_have_equa
     assert all(max(count) / min(count) < 1.02 for count in zip(*counts))
 
 
-@cases("path", ["plot.py", "train.py", "eval.py", "depth.py"])
+@cases("path", ["plot.py", "train.py", "eval.py", "tasks.py", "depth.py"])
 def test_no_script_names_a_mode(path):
     """They use RESIDUALS or attributes of a mode's class, so a new mode needs no change in them."""
-    known = {"train.py": ["bhyt", "nag"]}  # in messages
+    known = {"train.py": ["bhyt", "bhyt", "nag"]}  # bhyt.INTERVAL, and a message
     source = open(os.path.join(HERE, path)).read()
     source = re.sub(r'""".*?"""|#.*?$|^COLOURS = .*?^}', "", source, flags=re.M | re.S)
     modes = {*RESIDUALS, *(mode.__name__ for mode in RESIDUALS.values())} - {"none"}
@@ -1810,6 +1811,7 @@ BAD_INPUT = {
     "eval.py": [
         ("--what=loss,dept", "dept is not one of loss, depth, sample, tasks"),
         ("--checkpoint=x.pt", "x.pt: no such check"), ("--data_dir=/x", "/x holds no prepared"),
+        ("--what=loss --text=nope.md", "text='nope.md': no such file"),
         ("--limit=3", "limit=3 is for tasks"), ("--what=sample --text=x", "text='x' is for loss"),
         ("--what=loss --dtype=half", "must be auto, float32"), ("--mod_rate=1", "and below 1"),
     ],
@@ -2153,6 +2155,16 @@ def test_the_walk_is_the_forward_and_updates_are_measured_against_the_stream(res
         assert update == pytest.approx(size, rel=1e-4)
 
 
+def test_logits_that_are_not_finite_count_as_a_leak_and_equal_ones_do_not():
+    model = tiny(residual="prenorm").eval()
+    assert depth.leak(model) < 1e-5
+    with torch.no_grad():
+        model.head.weight.zero_()
+        assert depth.leak(model) == 0
+        model.ends.norm.gain[0] = math.nan
+    assert depth.leak(model) == math.inf
+
+
 def test_eval_tells_who_skips_and_dials_the_rate(data, runs, monkeypatch, capsys):
     seen, real, tokens = [], mod.calibrate, dict(depth_tokens=8000, eval_tokens=8000, batch_size=64)
     report = evaluated(runs / "d", "mod,loss", prompt="import os", **tokens)
@@ -2160,7 +2172,11 @@ def test_eval_tells_who_skips_and_dials_the_rate(data, runs, monkeypatch, capsys
     assert skipped["where"] == ["attn 0", "mlp 0", "attn 1", "mlp 1"]
     assert skipped["tokens"] == [256, *b"import os"] and np.shape(skipped["map"]) == (4, 10)
     assert skipped["causal loss"] == pytest.approx(loss, abs=1e-6) != skipped["look-ahead loss"]
-    assert len(skipped["skipped"]) == 4 and "looking ahead" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert len(skipped["skipped"]) == 4 and "this looks at later tokens" in printed
+    rows = "\n".join(printed.partition("# runs, . skips\n")[2].splitlines()[:4])
+    ran = ["".join(".#"[token] for token in row) for row in skipped["map"]]
+    assert re.findall(r"^(\w+ \d) +[\d.]+% ([.#]+)$", rows, re.M) == [*zip(skipped["where"], ran)]
     monkeypatch.setattr(mod, "calibrate", lambda *how: seen.append(how[1]) or real(*how))
     for rate in (0.1, 0.5):
         got = evaluated(runs / "d", "mod", mod_rate=rate, **tokens)["mod"]["rate"]
@@ -2198,6 +2214,13 @@ def test_the_loss_of_any_text_is_exact(runs, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", load)
     assert loss(text="owner/name", text_column="line", text_split="validation") == report
     assert asked == [(("owner/name",), {"split": "validation", "streaming": True})]
+    refuses("text_column='body': the data set has line", loss, text="a/b", text_column="body")
+
+    def gone(*args, **how):
+        raise FileNotFoundError("Dataset 'a/b.md' does not exist\nmore lines")
+
+    monkeypatch.setattr("datasets.load_dataset", gone)
+    refuses("text='a/b.md': no such file, and no data set: Dataset 'a/b.md'", loss, text="a/b.md")
 
 
 class Largest(TorchDispatchMode):
@@ -2216,7 +2239,7 @@ def test_evaluation_and_scores_hold_no_more_logits_than_loss_chunk():
 
     def numbers():
         batches = [(some_ids(8), some_ids(8, seed=2))]
-        scores = ask.score_choices(model, pairs, 8, 4096, "cpu")
+        scores = tasks.score_choices(model, pairs, 8, 4096, "cpu")
         return [model_file.evaluate(model, batches), *sum(scores, ())]
 
     exact, model.loss_chunk = numbers(), 16
@@ -2256,7 +2279,7 @@ def test_choices_score_the_same_one_by_one(residual):
     predictions = lambda ids: model(torch.tensor([ids]))[0][0, :, :60].detach().log_softmax(-1)
     pairs.append((questions[2], [predictions(questions[2])[-1].argmax().item()]))
     for batch_size in (1, 4):
-        scores = ask.score_choices(model, pairs, batch_size, 60, "cpu")
+        scores = tasks.score_choices(model, pairs, batch_size, 60, "cpu")
         for (context, continuation), (total, greedy) in zip(pairs, scores):
             n = len(continuation)
             logp = predictions((context + continuation)[-33:-1])[-n:]
@@ -2266,7 +2289,7 @@ def test_choices_score_the_same_one_by_one(residual):
     assert scores[-1][1]
     for continuation, message in (([2] * 33, "33 tokens does not fit"), ([], "0 tokens")):
         with pytest.raises(ValueError, match=f"a continuation of {message}"):
-            ask.score_choices(model, [([1], continuation)], 1, 60, "cpu")
+            tasks.score_choices(model, [([1], continuation)], 1, 60, "cpu")
 
 
 # --- Figures, studies, speed, README, house rules -------------------------------------------------
@@ -2286,7 +2309,7 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
 
     made, steps = {figure: drawn(figure) for figure in plot.FIGURES}, plot.steps_of(dense[0])
     assert all(len(png) > 5000 for png, _ in made.values())
-    assert all(drawn(figure) == made[figure] for figure in ("loss", "target", "map"))
+    assert all(drawn(figure) == made[figure] for figure in ("loss", "variance", "map"))
     assert steps[-1]["seconds"] == pytest.approx(sum(128 / r["tok_s"] for r in steps))
     assert steps[0]["step"] == 1
     assert {k: len(v[1]) for k, v in plot.grouped(dense).items()} == {"nag": 2, "lns": 1}
@@ -2296,31 +2319,20 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
     refuses("no sources in its depth: its mode has no sources", plot.main, "sources", x, dense[2])
 
 
-def test_figures_interpolate_a_target_and_begin_each_router_at_the_dense_run(monkeypatch):
+def test_the_lines_of_routers_begin_at_the_dense_run(monkeypatch):
     import matplotlib.pyplot as plt
 
-    def axes_of(figure, runs):
-        """runs: (settings, validation losses, a million tokens and a minute apart)"""
-        steps = [{"step": i, "tokens": i * 1e6, "tok_s": 1e6 / 60} for i in (1, 2, 3)]
-        records = lambda losses: [step | {"val_loss": x} for step, x in zip(steps, losses)]
-        monkeypatch.setattr(plot, "read_log", lambda i: (runs[i][0], records(runs[i][1])))
-        figure(plt.figure().subplots(), [*range(len(runs))])
-        return plt.gcf().axes
-
-    runs = [({"residual": "prenorm"}, [4.0, 3.0, 2.0]), ({"residual": "nag"}, [3.0, 1.0])]
-    both = axes_of(plot.target, runs)
-    for axes in both:
-        assert [bar.get_height() for bar in axes.patches] == pytest.approx([3.0, 1.5])
-    assert both[0].get_ylabel() == "million tokens to a loss of 2.000"
     runs = []
     for on, rate, router, loss in (
         ("none", 0, "nag", 1), ("both", 0.4, "nag", 5), ("mlp", 0.4, "learned", 2),
         ("both", 0.4, "learned", 3), ("both", 0.4, "learned", 5),  # two seeds: their mean is drawn
     ):  # fmt: skip
         settings = dict(residual="nag", mod_on=on, mod_rate=rate, mod_router=router)
-        runs.append((settings, [loss]))
-    lines = axes_of(plot.rate, runs)[0].lines
-    assert {tuple(line.get_ydata()) for line in lines} == {(1, 5), (1, 4), (1, 2)}
+        runs.append((settings, [{"val_loss": loss}]))
+    monkeypatch.setattr(plot, "read_log", lambda i: runs[i])
+    axes = plt.figure().subplots()
+    plot.rate(axes, [*range(len(runs))])
+    assert {tuple(line.get_ydata()) for line in axes.lines} == {(1, 5), (1, 4), (1, 2)}
 
 
 def test_experts_are_chosen_in_float32_and_may_be_left_without_tokens(monkeypatch):
@@ -2345,14 +2357,24 @@ def test_experts_are_chosen_in_float32_and_may_be_left_without_tokens(monkeypatc
 
 def test_only_the_variables_of_torchrun_are_read_from_the_environment():
     from_torchrun = {f'environ.get("{key}",' for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    for path in [*glob.glob(f"{HERE}/[!t]*.py"), *glob.glob(f"{HERE}/runs/*.py"), "train.py"]:
+    files = [*glob.glob(f"{HERE}/[!t]*.py"), *glob.glob(f"{HERE}/runs/*.py")]
+    for path in [*files, "train.py", "tasks.py"]:
         text = open(os.path.join(HERE, path)).read()
         assert set(re.findall(r"environ\S*", text)) <= from_torchrun | {"environ"}, path
         assert not re.findall(r"except( Exception)?:", text), path
 
 
+@cases("name", ["generate.py", "prune.py"])
+def test_a_file_that_is_no_script_says_which_one_uses_it(name, capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        script(name)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "python eval.py --out_dir=out" in line
+
+
 def test_importing_does_nothing_and_needs_no_optional_package(tmp_path):
-    names = ", ".join(os.path.basename(path)[:-3] for path in glob.glob(f"{HERE}/[!t]*.py"))
+    files = [*glob.glob(f"{HERE}/[!t]*.py"), "tasks.py"]
+    names = ", ".join(os.path.basename(path)[:-3] for path in files)
     optional = ["wandb", "datasets", "lm_eval", "matplotlib"]
     code = f"import sys; sys.modules |= dict.fromkeys({optional}); import {names}"
     how = dict(env=os.environ | {"PYTHONPATH": HERE}, capture_output=True, text=True)

@@ -45,7 +45,7 @@ from machine import (
     prepare_process,
 )
 from model import GPT, RESIDUALS, GPTConfig, evaluate, init_out
-from norms import PreNorm, gathered
+from norms import gathered
 
 # where things are
 data_dir = "data/python"  # shards that prepare_c4.py made
@@ -129,9 +129,10 @@ def check_settings():
         for key in keys.split():
             if settings[key] is not None and not holds(settings[key]):
                 fail(f"{key}={settings[key]!r}: must be {text}")
-    rotates = RESIDUALS.get(config.residual, PreNorm).rotates  # GPT refuses an unknown name
+    mode = RESIDUALS.get(config.residual)  # None: GPT refuses an unknown name
+    turns = mode is not None and mode.rotates
     needs = (  # (what is asked for, whether it is possible, what it needs)
-        (f"{alpha_warmup_iters=}", rotates or not alpha_warmup_iters, "residual='nag'"),
+        (f"{alpha_warmup_iters=}", turns or not alpha_warmup_iters, "residual='nag'"),
         ("bf16_stream=True", dtype == "bfloat16" or not config.bf16_stream, "dtype='bfloat16'"),
         (f"{head_lr=}", not config.tied or given.get("head_lr") is None, "tied=False"),
         ("shard='fsdp'", world > 1 or shard != "fsdp", "several processes: use torchrun"),
@@ -426,9 +427,11 @@ def learning_rate_factor():
 
 def ramp_alpha():
     """Scale NAG's rotations during the warm-up of alpha."""
-    for module in model.modules():
-        if isinstance(module, PreNorm) and module.rotates:
-            module.ramp.fill_(min(1.0, (step + 1) / max(1, alpha_warmup_iters)))
+    share = min(1.0, (step + 1) / max(1, alpha_warmup_iters))
+    for block in model.blocks:
+        for residual in (block.attn_residual, block.mlp_residual):
+            if residual.rotates:
+                residual.ramp.fill_(share)
 
 
 def prepare_step(factor):

@@ -62,7 +62,7 @@ def times(model, x, skipped):
         prune.skip(model, skipped[plan], plan[0])
         model(x)
 
-    found = bench.race({plan: partial(forward, plan) for plan in skipped})
+    found = bench.race({plan: partial(forward, plan) for plan in skipped}, rounds)
     whole = [*map(statistics.median, zip(*(t for plan, t in found.items() if not plan[-1])))]
     ratios = {plan: [a / b for a, b in zip(t, whole)] for plan, t in found.items()}
     return {plan: statistics.median(each) for plan, each in ratios.items()}
@@ -93,7 +93,6 @@ def main():
     configure(globals(), argv=sys.argv[1:])
     device = pick_device("auto")
     prepare_process(device)
-    bench.device, bench.rounds = str(device), rounds
     dtype, (state, model) = pick_dtype("auto", device.type), load_model(out_dir, device)
     folder, T = data_dir or state["settings"]["data_dir"], model.config.block_size
     train, val = (Windows(folder, split, T) for split in ("train", "val"))

@@ -39,7 +39,15 @@ import bench
 import checkpoint
 from configurator import configure
 from data import Windows
-from machine import can_compile, commit, cores, device_name, pick_device, pick_dtype
+from machine import (
+    can_compile,
+    commit,
+    cores,
+    device_name,
+    pick_device,
+    pick_dtype,
+    prepare_process,
+)
 from model import GPTConfig
 
 TRAIN, EVAL = str(ROOT / "train.py"), str(ROOT / "eval.py")
@@ -376,35 +384,36 @@ def race(study, runs, measure=True):
     known = {tuple(line["race"]): line["ratio"] for line in lines}
     missing = [name for name, pair in pairs.items() if pair not in known]
     if missing and measure:
-        bench.adopt({"device": str(pick_device(DEFAULTS["device"]))})
-        bench.dtype = pick_dtype("auto", bench.device.split(":")[0])
+        device = str(pick_device(DEFAULTS["device"]))
+        prepare_process(device)
         torch.set_num_threads(1)
         torch._dynamo.config.recompile_limit = 256
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         first = next(iter(runs))
         settings = {name: DEFAULTS | runs[name] for name in dict.fromkeys([first, *missing])}
-        times = bench.race({name: stepper(full) for name, full in settings.items()})
+        steps = {name: stepper(full, device) for name, full in settings.items()}
+        times = bench.race(steps, ROUNDS)
         for name in missing:
             per = settings[first]["batch_size"] / settings[name]["batch_size"]
             ratios = [a / b * per for a, b in zip(times[name], times[first])]
             ratio = [round(r, 4) for r in median_interval(ratios)]
             known[pairs[name]] = ratio
-            where = {"computes": computes, "machine": device_name(torch.device(bench.device))}
+            where = {"computes": computes, "machine": device_name(torch.device(device))}
             where |= {"threads": torch.get_num_threads(), "commit": commit()}
             where["torch"] = torch.__version__
             append(study, {"race": pairs[name], "ratio": ratio} | where)
     return {name: known[pair] for name, pair in pairs.items() if pair in known}
 
 
-def stepper(full):
+def stepper(full, device):
     """A function that runs STEPS micro-steps, each with its optimizer step."""
-    bench.batch_size, bench.rounds = full["batch_size"], ROUNDS
     config = GPTConfig(**{field.name: full[field.name] for field in fields(GPTConfig)})
-    device = bench.device.split(":")[0]
-    compiled = can_compile(device) if full["compile"] is None else full["compile"]
-    how = {"compile": compiled, "precision": pick_dtype(full["dtype"], device)}
+    kind = torch.device(device).type
+    dtype = pick_dtype(full["dtype"], kind)
+    compiled = can_compile(kind) if full["compile"] is None else full["compile"]
+    how = {"optimizer": full["optimizer"], "compile": compiled}
     how |= {"loss_chunk": full["loss_chunk"], "recompute": full["recompute"]}
-    step = bench.stepper(config, muon=full["optimizer"] == "muon", **how)[0]
+    step = bench.stepper(config, full["batch_size"], device, dtype, **how)[0]
     return lambda: [step() for _ in range(STEPS)]
 
 

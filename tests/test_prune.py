@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+import checkpoint as checkpoints
 import data as data_file
 import depth
 import generate
@@ -241,6 +242,37 @@ def test_eval_prunes_a_model_without_routers(data, trained, capsys):
     assert found == [f"block {torch.rand(4, generator=torch.Generator().manual_seed(5)).argmin()}"]
     found = evaluated(trained / "dense", "loss", eval_tokens=2048, mod_rate=0)
     assert found["prune"] == {"skipped": [], "FLOPs left": 1}
+
+
+@cases("run", ["dense", "routed"])
+def test_without_shards_a_tenth_of_the_text_chooses_and_is_not_scored(
+    trained, tmp_path, monkeypatch, run
+):
+    state = checkpoints.load(str(trained / run))
+    state["settings"] |= {"data_dir": None}
+    checkpoints.save(str(tmp_path / "ckpt.pt"), state)
+    characters = "".join(chr(32 + i * i % 90) for i in range(20 * 32 - 1))
+    (tmp_path / "a.txt").write_text(characters)
+    chosen_on, dial = [], prune.dial
+
+    def spied(model, batches, *how):
+        chosen_on.extend(batches)
+        return dial(model, batches, *how)
+
+    monkeypatch.setattr(prune, "dial", spied)
+    how = dict(text=tmp_path / "a.txt", mod_rate=0.25)
+    report = evaluated(tmp_path, "loss,depth", depth_tokens=10**6, **how)
+    ids = torch.tensor([256, *characters.encode(), 256])
+    assert torch.cat(chosen_on).tolist() == ids[: 2 * 32].view(2, 32).tolist()
+    assert report["loss"]["tokens"] == 18 * 32
+    assert report["depth"]["calibration"]["share"] and "sample" not in report
+
+    model = lora.load_model(tmp_path)[1]
+    dial(model, [ids[: 2 * 32].view(2, 32)], 0.25, "sublayer", "angle", 0)
+    x, y = ids[2 * 32 : -1].view(18, 32), ids[2 * 32 + 1 :].view(18, 32)
+    assert report["loss"]["loss"] == pytest.approx(evaluate(model, [(x, y)]), abs=1e-5)
+    (tmp_path / "a.txt").write_text("short")
+    refuses("is too short to choose what to skip", evaluated, tmp_path, "loss", **how)
 
 
 def test_eval_refuses_to_prune_a_model_with_routers(trained):

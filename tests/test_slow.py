@@ -28,11 +28,11 @@ import bhyt
 import checkpoint as checkpoints
 import data as data_file
 import depth
-import eval as ask
 import lora
 import nag
 import norms
 import prepare_c4
+import tasks
 from test_all import (
     HERE,
     TINY_RUN,
@@ -362,8 +362,8 @@ def test_writing_stops_at_stop_strings_and_end_of_text(monkeypatch):
 
     def written(ids, context, *how):
         stream = lambda *args, **how: asked.append(args[1]) or (torch.tensor([[i]]) for i in ids)
-        monkeypatch.setattr(ask, "stream_tokens", stream)
-        return ask.write_until(model, encoding, context, *how, 0.0, "cpu")
+        monkeypatch.setattr(tasks, "stream_tokens", stream)
+        return tasks.write_until(model, encoding, context, *how, 0.0, "cpu")
 
     assert written(b"so it is.\nQ: more", "x" * 99, ["Q:", "\n"], 256) == "so it is."
     assert len(asked[0][0]) == 16  # half a window of the context stays
@@ -521,20 +521,21 @@ def test_on_cuda_compiled_code_equals_float64(d, dtype, close, kind):
             assert error < close, (function.__name__, error)
 
 
-def test_bench_keeps_every_number(data, tmp_path, capsys):
+def test_bench_keeps_every_number(tmp_path, capsys):
     how = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=2, rounds=2, quick=True)
-    how |= dict(prompt_tokens=8, new_tokens=4, batches_of=2, rates="0,0.4", megabytes=1)
-    how |= dict(modes="nag,nag", out=tmp_path / "bench.json", data_dir=data)
-    script("bench.py", what="forward,residual,train,cold,recipe,memory,generate,mod,data", **how)
+    how |= dict(prompt_tokens=8, new_tokens=4, batches_of=2, rates="0,0.4")
+    how |= dict(modes="nag,nag", out=tmp_path / "bench.json")
+    script("bench.py", what="forward,residual,train,memory,generate,mod", **how)
     printed, report = capsys.readouterr().out, json.load(open(how["out"]))
     assert set(report["forward"]) == set(report["train"]) == {"nag", "nag again"}
     made = [(of["kernels"], of["bytes"]) for of in report["residual"].values()]
     assert made[0] == made[1] > made[2] > (1, 16 * 2 * 32 * 32 * 2)  # the last has no modulator
-    assert report["cold"]["nag"]["first"] > report["cold"]["nag"]["later"]
+    train = report["train"]["nag"]
+    assert train["first"] > train["median"] > train["refresh"] > 0
     prompt, decoding, forwards = report["generate"]
     assert prompt == "prompt, 2 at once" and forwards == "a token, no cache, " + decoding
     assert [*report["generate"][decoding]] == ["nag", "nag again", "the weights"]
-    timed = [report[part] for part in ("forward", "residual", "train", "recipe", "mod")]
+    timed = [report[part] for part in ("forward", "residual", "train", "mod")]
     for part in (*timed, *report["generate"].values()):
         first = next(iter(part.values()))
         assert first["ratio"] == [1, 1, 1] and len(first["seconds"]) == 2  # not quick's 3
@@ -542,7 +543,7 @@ def test_bench_keeps_every_number(data, tmp_path, capsys):
     assert least["kept"] < memory["kept"] / 2 and least["peak"] < memory["peak"] > memory["kept"]
     assert 1e6 > memory["kept"] > memory["kept a block"] > 2 * 32 * 32 * 4  # of 2 sequences
     assert min(report["copy_bytes_s"], report["matmul_flops_s"]) > 1e8
-    texts = ("tokens/s", "of reading the weights", "of the FLOPs", "bare rate", "a batch of 2 x 32")
+    texts = ("tokens/s", "of reading the weights", "of the FLOPs", "the first step took")
     assert all(text in printed for text in texts)
 
 

@@ -210,9 +210,9 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
 
     monkeypatch.setattr(study, "train", trainer(loss_of, trained))
     monkeypatch.setattr(study, "probe", lambda settings: 0.1)
-    monkeypatch.setattr(study, "stepper", lambda full: full["residual"])
+    monkeypatch.setattr(study, "stepper", lambda full, device: full["residual"])
     seconds = {"prenorm": [0.1, 0.2, 0.1], "nag": [0.1 * ratio, 0.2 * ratio, 0.1 * ratio]}
-    monkeypatch.setattr(study.bench, "race", lambda steps: seconds)
+    monkeypatch.setattr(study.bench, "race", lambda steps, rounds: seconds)
     for name in judge.OWN:
         monkeypatch.setattr(judge, name, getattr(judge, name))
     monkeypatch.setattr(sys, "argv", ["judge.py", "--residual=nag", "--max_iters=400"])
