@@ -29,7 +29,8 @@ Differs from the paper and its release:
 import torch
 from torch import nn
 
-from norms import FinalNorm, PreNorm, gathered, make_norm, readers, refuse, upcast, weight_of
+from machine import gathered
+from norms import FinalNorm, PreNorm, make_norm, readers, refuse, upcast, weight_of
 
 UP = (1.50631041e-08, 2.17741688e-05, 0.00356421217, 0.134382384, 0.99999997)
 DOWN = (8.4541874e-07, 0.0003399271, 0.0261362291, 0.467715592, 1)

@@ -1,4 +1,4 @@
-"""The machine: which device, dtype and compiler to use, and what the log says about them."""
+"""The machine: which device, dtype and compiler to use, tensors that FSDP shards, and the log."""
 
 import ctypes
 import os
@@ -10,6 +10,7 @@ import sys
 from functools import partial
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 try:
     import resource
@@ -119,6 +120,21 @@ def memory_bytes(device):
 def backend(device):
     """How ranks talk to each other: torch.distributed's name of the library."""
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def gathered(x):
+    """The full tensor if FSDP has sharded x, else x. Every rank must call this function."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def shard_like(x, p, from_rank=0):
+    """This rank's part of x if FSDP has sharded p and x has p's shape, else x.
+
+    from_rank: the rank that has x. None: every rank has it, and nothing is sent.
+    """
+    if not isinstance(p, DTensor) or x.shape != p.shape:
+        return x
+    return distribute_tensor(x.to(p.device), p.device_mesh, p.placements, src_data_rank=from_rank)
 
 
 def peak_flops(name):

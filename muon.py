@@ -23,7 +23,7 @@ Matrices of one shape are stacked and updated together.
 
 import torch
 
-from norms import gathered, shard_like
+from machine import gathered, shard_like
 
 POLAR_EXPRESS = (  # (a, b, c) of each iteration, for singular values from 0.01 to 1
     (8.093369, -23.62043, 17.446152),

@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from dataclasses import asdict, fields
+from datetime import timedelta
 from itertools import repeat
 
 import torch
@@ -36,6 +37,7 @@ from machine import (
     can_compile,
     commit,
     device_name,
+    gathered,
     peak_flops,
     peak_memory_gb,
     pick_device,
@@ -43,7 +45,6 @@ from machine import (
     prepare_process,
 )
 from model import GPT, RESIDUALS, GPTConfig, evaluate, init_out
-from norms import gathered
 
 # where things are
 data_dir = "data/python"  # shards that prepare_c4.py made
@@ -341,7 +342,9 @@ if flops_budget is not None:
 
 prepare_process(device)
 if world > 1:
-    dist.init_process_group(backend(device))
+    # while rank 0 writes a checkpoint the others wait: NCCL's 10 minutes are too few for 40 GB
+    in_use = device if device.type == "cuda" else None
+    dist.init_process_group(backend(device), timeout=timedelta(hours=2), device_id=in_use)
 if compile:
     model.compile_blocks()
 net = model  # what the training step calls
@@ -388,6 +391,8 @@ def save(kind):
     """Write a checkpoint: the newest, one to be kept, or the best. Every rank calls this."""
     global save_seconds, last_save
     began = time.monotonic()
+    names = {"newest": checkpoint.NEWEST, "kept": f"ckpt_{step:06d}.pt", "best": "ckpt_best.pt"}
+    path = os.path.join(out_dir, names[kind])
     state = {
         "model": {**lora.trained(model), **mod.scores_of_all_ranks(model, world)},
         "optimizers": [opt.state_dict()["state"] for opt in optimizers],
@@ -396,17 +401,10 @@ def save(kind):
         "tokens_per_step": tokens_per_step, "expected_flops": expected_flops,
         "lora": adapters, "run_id": run_id,
     }  # fmt: skip
-    files = {"newest": checkpoint.NEWEST, "kept": f"ckpt_{step:06d}.pt", "best": "ckpt_best.pt"}
-    folders = {"newest": f"ckpt_{step:06d}", "kept": f"kept_{step:06d}", "best": f"best_{step:06d}"}
-    sharded = shard == "fsdp"
-    path = os.path.join(out_dir, (folders if sharded else files)[kind])
     try:
-        if sharded:
-            checkpoint.save_sharded(path, state)
-        elif main:
+        state = checkpoint.on_rank_0(state)
+        if main:
             checkpoint.save(path, state)
-        if main and (kind == "newest" or (kind == "best" and sharded)):
-            checkpoint.remove_older(out_dir, path)
     except checkpoint.SAVE_ERRORS as error:
         intact = "the checkpoints before it are intact"
         fail(f"step {step} could not be saved as {path}, {intact}: {error}")
