@@ -135,6 +135,7 @@ def restore(state, optimizers):
             kept[i] = {name: shard_like(x, params[i], from_rank=None) for name, x in entry.items()}
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": kept, "param_groups": groups})
+        kept.clear()
         for entry in optimizer.state.values():  # a tensor of the file keeps it open, and on disk
             entry.update({name: x.clone() for name, x in entry.items()})
 

@@ -10,6 +10,8 @@ import sys
 from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 try:
@@ -127,7 +129,7 @@ def gathered(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def shard_like(x, p, from_rank=0):
+def shard_like(x, p, from_rank):
     """This rank's part of x if FSDP has sharded p and x has p's shape, else x.
 
     from_rank: the rank that has x. None: every rank has it, and nothing is sent.
@@ -135,6 +137,26 @@ def shard_like(x, p, from_rank=0):
     if not isinstance(p, DTensor) or x.shape != p.shape:
         return x
     return distribute_tensor(x.to(p.device), p.device_mesh, p.placements, src_data_rank=from_rank)
+
+
+@torch.no_grad()
+def shard_over_ranks(model, device):
+    """Give every rank its share of the model that rank 0 has built (FSDP2).
+
+    The other ranks call this with a model on the meta device: only rank 0 ever has all weights.
+    """
+    if dist.get_rank() > 0:
+        model.to_empty(device="cpu")  # takes no memory until it is written to
+        if model.config.tied:
+            model.head.weight = model.embed.weight
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        whole = {name: p.detach() for name, p in module.named_parameters()}
+        fully_shard(module, mesh=mesh)
+        for name, p in module.named_parameters():
+            p.copy_(shard_like(whole[name], p, from_rank=0))
+    for x in model.buffers():
+        dist.broadcast(x, src=0)
 
 
 def peak_flops(name):

@@ -21,7 +21,6 @@ from itertools import repeat
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import checkpoint
@@ -43,6 +42,7 @@ from machine import (
     pick_device,
     pick_dtype,
     prepare_process,
+    shard_over_ranks,
 )
 from model import GPT, RESIDUALS, GPTConfig, evaluate, init_out
 
@@ -297,12 +297,14 @@ def conversations(meta):
 try:
     config = GPTConfig(**{name: settings[name] for name in MODEL_SETTINGS})
     torch.manual_seed(seed)
-    model = GPT(config)
+    builds = main or shard == "none"  # under FSDP the other ranks get their shares from rank 0
+    with torch.device("cpu" if builds else "meta"):
+        model = GPT(config)
     model.loss_chunk, model.recompute = loss_chunk, recompute
     adapters = None if saved is None else saved.get("lora")
-    if going_on:
+    if going_on and builds:
         lora.load_state(model, saved)
-    elif saved is not None and not converting:
+    elif saved is not None and not converting and builds:
         wanted = {"rank": lora_rank, "alpha": lora_alpha}
         wanted |= {"dropout": lora_dropout, "targets": lora_targets}
         adapters = lora.begin(model, saved, wanted)
@@ -321,21 +323,9 @@ if going_on and saved.get("data", data_sha256) != data_sha256:
     fail(f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {hashes}")
 loader = Loader(train_windows, sequences, micro_steps, seed, rank, world, device)
 val_indices = spread(val_windows, eval_tokens, val_part)
-if converting:
+if converting and builds:
     text = eval_batches(train_windows, spread(train_windows, CONVERT_TOKENS), 1, "cpu")
     lora.convert(model, saved, [*text])
-
-step, flops, bad_steps, best_val_loss, run_id = 0, 0.0, 0, math.inf, uuid.uuid4().hex
-flops_per_step = expected_flops = tokens_per_step * model.flops_per_token()
-if going_on:
-    step, bad_steps = saved["step"], saved["bad_steps"]
-    flops, expected_flops = saved["flops"], saved.get("expected_flops", expected_flops)
-if resuming:
-    run_id = saved.get("run_id", run_id)
-    same = all(saved["settings"].get(k) == settings[k] for k in ("val_part", "eval_tokens"))
-    best_val_loss = saved["best_val_loss"] if same else math.inf
-if flops_budget is not None:
-    max_iters = math.ceil(flops_budget / expected_flops)
 
 # ------------------------------------------------------------------------------------------------
 # Distribution over ranks, compilation, optimizers
@@ -349,9 +339,7 @@ if compile:
     model.compile_blocks()
 net = model  # what the training step calls
 if shard == "fsdp":  # gathers parameters in float32, to match DDP
-    mesh = dist.init_device_mesh(device.type, (world,))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
+    shard_over_ranks(model, device)
 else:
     model.to(device)
     if world > 1:
@@ -362,12 +350,26 @@ routers, experts = mod.routers(model), moe.layers(model)
 if not main:  # a checkpoint has the scores of all ranks: only rank 0 counts them
     for router in routers:
         router.fresh.zero_()
+        router.update_k()
 rates = {"gates": gate_lr, "embeddings": embed_lr, "head": head_lr}
 rates = {key: rate for key, rate in rates.items() if rate is not None}
 muon = {"momentum": momentum, "dtype": getattr(torch, dtype)}
 optimizers = model.optimizers(optimizer, learning_rate, rates, weight_decay, (beta1, beta2), **muon)
 if going_on:
     checkpoint.restore(saved, optimizers)
+
+step, flops, bad_steps, best_val_loss, run_id = 0, 0.0, 0, math.inf, uuid.uuid4().hex
+flops_per_step = expected_flops = tokens_per_step * model.flops_per_token()
+if going_on:
+    step, bad_steps = saved["step"], saved["bad_steps"]
+    flops, expected_flops = saved["flops"], saved.get("expected_flops", expected_flops)
+if resuming:
+    run_id = saved.get("run_id", run_id)
+    same = all(saved["settings"].get(k) == settings[k] for k in ("val_part", "eval_tokens"))
+    best_val_loss = saved["best_val_loss"] if same else math.inf
+if flops_budget is not None:
+    max_iters = math.ceil(flops_budget / expected_flops)
+
 origin = None if saved is None else saved["path"]
 converted_from = saved["config"]["residual"] if converting else None
 saved = None  # frees the memory
