@@ -128,7 +128,7 @@ def merged(state):
 
 
 def restore(state, optimizers):
-    """Load the optimizers' state. Under FSDP each rank reads only its own part of the file."""
+    """Load the optimizers' state. Under FSDP each rank keeps only its own part of each tensor."""
     for optimizer, kept in zip(optimizers, state["optimizers"]):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for i, entry in kept.items():

@@ -1754,6 +1754,23 @@ def test_a_sharded_run_writes_the_files_of_one_process(over_ranks, tmp_path):
     lora.main(str(sft), str(tmp_path / "merged.pt"))
 
 
+@cases("source, start", [
+    ("d", dict(residual="bhyt", mod_on="both", mod_rate=0.3, mod_router="learned")),
+    slow("c", dict(residual="lns")), slow(None, dict(moe_experts=4, tied=False, head_scale=0.1)),
+])  # fmt: skip
+def test_ranks_get_the_model_that_rank_0_built_or_read(data, runs, tmp_path, source, start):
+    """Weights, buffers and, as the FLOPs show, how many tokens routers run"""
+    how = dict(start, max_iters=2, keep_interval=1, total_batch_tokens=256)
+    how["init_from"] = "scratch" if source is None else runs / source
+    train(data, tmp_path / "one", **how)
+    ranks(data, tmp_path / "two", **how, shard="fsdp")
+    one, two = (checkpoint(tmp_path / run / "ckpt_000000.pt")["model"] for run in ("one", "two"))
+    assert_close(one, two, rtol=0, atol=0)
+    one, two = (log_of(tmp_path / run) for run in ("one", "two"))
+    assert two.losses == pytest.approx(one.losses, abs=1e-3)
+    assert [r["flops"] for r in two.records] == [r["flops"] for r in one.records]
+
+
 @cases("shard", ["none", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_experts_and_routers_agree_over_ranks(data, tmp_path, shard):
     how = dict(moe_experts=4, mod_on="both", mod_rate=0.4, max_iters=14, total_batch_tokens=256)

@@ -333,8 +333,8 @@ if converting and builds:
 prepare_process(device)
 if world > 1:
     # while rank 0 writes a checkpoint the others wait: NCCL's 10 minutes are too few for 40 GB
-    in_use = device if device.type == "cuda" else None
-    dist.init_process_group(backend(device), timeout=timedelta(hours=2), device_id=in_use)
+    gpu = device if device.type == "cuda" else None
+    dist.init_process_group(backend(device), timeout=timedelta(hours=2), device_id=gpu)
 if compile:
     model.compile_blocks()
 net = model  # what the training step calls
