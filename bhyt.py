@@ -24,7 +24,8 @@ Differs from the paper and its release:
 import torch
 from torch import nn
 
-from norms import FinalNorm, PreNorm, gathered, make_norm, readers, refuse, upcast, weight_of
+from machine import gathered
+from norms import FinalNorm, PreNorm, make_norm, readers, refuse, upcast, weight_of
 
 P = 0.99  # the share of a token's features that must stay below lam
 KAPPA = (1 - P) ** -0.5  # Eq. 1

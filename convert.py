@@ -34,7 +34,7 @@ import checkpoint
 from configurator import configure
 from data import Windows, eval_batches, spread
 from depth import walk
-from lora import load_model, refuse_adapters
+from lora import refuse_adapters
 from model import GPT, RESIDUALS, GPTConfig
 from norms import pick, readers, weight_of
 
@@ -152,7 +152,7 @@ def text_of(state, config):
 
 def main(path, to, *argv):
     settings, given = configure(globals(), GPTConfig, argv=argv)
-    state, source = load_model(path)
+    state, source = checkpoint.load_model(path)
     refuse_adapters(state)
     residual = settings["residual"]
     others = {k: v for k, v in given.items() if k not in ("residual", "data_dir", "seed")}

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 import depth
-import lora
 import mod
 import prune
+from checkpoint import load_model
 from configurator import configure
 from data import (
     Windows,
@@ -42,7 +42,7 @@ from model import evaluate
 from tasks import run_tasks
 
 out_dir = "out"  # folder of the run; eval.json goes there too
-checkpoint: str | None = None  # file or folder in out_dir, such as ckpt_best.pt; None: the newest
+checkpoint: str | None = None  # file in out_dir, such as ckpt_best.pt; None: the newest
 data_dir: str | None = None  # folder with the shards; None: the one that the run was trained on
 what: str | None = None  # parts: loss,depth,mod,sample,tasks; None: all that apply except tasks
 eval_tokens: int | None = None  # tokens for loss: evenly spaced, or the first of --text; None: all
@@ -396,7 +396,7 @@ def main():
     prepare_process(device)
     pick_dtype(dtype, device.type)  # refuse an unknown dtype before any work
     path = out_dir if checkpoint is None else os.path.join(out_dir, checkpoint)
-    state, model = lora.load_model(path, device)
+    state, model = load_model(path, device)
     if not all(p.isfinite().all() for p in model.parameters()):
         raise SystemExit(f"{state['path']}: some weights are not finite")
     if loss_chunk is not None:

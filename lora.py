@@ -23,7 +23,6 @@ from torch import nn
 
 import checkpoint
 from data import file_sha256, start_of_text
-from model import GPT, GPTConfig
 from norms import pick
 
 ALPHA = 16.0  # an adapter's output is multiplied by ALPHA / rank
@@ -107,44 +106,17 @@ def trained(model):
     return {name: x for name, x in model.state_dict().items() if name not in left_out}
 
 
-def digest(path):
-    """sha256 of a checkpoint, which is a file or a folder."""
-    if not os.path.isdir(path):
-        return file_sha256(path)
-    parts = [file_sha256(os.path.join(path, name)) for name in sorted(os.listdir(path))]
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
-
-
 def load_state(model, state):
-    """Load a checkpoint's weights. An adapter checkpoint names its base, which has the rest."""
+    """Load a checkpoint to continue its run. Its adapters, if it has any, stay apart."""
     lora = state.get("lora")
     if lora is None:
-        try:
-            model.load_state_dict(state["model"])
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise SystemExit(f"{state['path']} does not fit its own settings: {reason}") from None
+        checkpoint.load_weights(model, state)
         return
-    if not os.path.exists(lora["base"]) or digest(lora["base"]) != lora["sha256"]:
-        raise SystemExit(f"the adapters belong to {lora['base']}, which is gone or has changed")
-    load_state(model, checkpoint.load(lora["base"]))
+    checkpoint.load_weights(model, checkpoint.base_of(state))
     adapt(model, lora["rank"], lora["alpha"], lora["dropout"], lora["targets"])
     missing, unexpected = model.load_state_dict(state["model"], strict=False)
     if unexpected or set(missing) != frozen(model):
         raise SystemExit(f"these adapters do not fit the model of {lora['base']}")
-
-
-def load_model(path, device="cpu"):
-    """Load a checkpoint as (state, model). The model is in eval mode, with adapters merged."""
-    state = checkpoint.load(path)
-    model = GPT(GPTConfig(**state["config"]))
-    model.loss_chunk = state["settings"].get("loss_chunk")
-    load_state(model, state)
-    for adapter in adapters(model):
-        adapter.merge()
-    model.requires_grad_()
-    model.refresh()
-    return state, model.to(device).eval()
 
 
 def begin(model, state, rank):
@@ -153,12 +125,12 @@ def begin(model, state, rank):
     Returns the description of the adapters for this run's checkpoints; None without adapters.
     """
     refuse_adapters(state)
-    load_state(model, state)
+    checkpoint.load_weights(model, state)
     if not rank:
         return None
     wanted = {"rank": rank, "alpha": ALPHA, "dropout": DROPOUT, "targets": TARGETS}
     adapt(model, **wanted)
-    return wanted | {"base": os.path.abspath(state["path"]), "sha256": digest(state["path"])}
+    return wanted | {"base": os.path.abspath(state["path"]), "sha256": file_sha256(state["path"])}
 
 
 def refuse_adapters(state):
@@ -277,11 +249,10 @@ def shares_of(batches, world):
 
 def main(path, to):
     """Write a checkpoint with its adapters merged, for --init_from."""
-    state, model = load_model(path)
+    state, model = checkpoint.load_model(path)
     if state.pop("lora", None) is None:
         raise SystemExit(f"{path} has no adapters to merge")
-    weights = model.state_dict().items()
-    state["model"] = {k: v for k, v in weights if k.rpartition(".")[2] not in ("A", "B")}
+    state["model"] = model.state_dict()
     checkpoint.copy_tokenizer(os.path.dirname(state.pop("path")), os.path.dirname(to) or ".")
     state = {k: v for k, v in state.items() if k not in ("optimizers", "tokens_per_step")}
     checkpoint.save(to, state)  # without optimizer state: no run can resume or branch from it

@@ -1,4 +1,4 @@
-"""The machine: which device, dtype and compiler to use, and what the log says about them."""
+"""The machine: which device, dtype and compiler to use, tensors that FSDP shards, and the log."""
 
 import ctypes
 import os
@@ -10,6 +10,9 @@ import sys
 from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 try:
     import resource
@@ -101,6 +104,41 @@ def cores():
 def backend(device):
     """How ranks talk to each other: torch.distributed's name of the library."""
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def gathered(x):
+    """The full tensor if FSDP has sharded x, else x. Every rank must call this function."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def shard_like(x, p, from_rank):
+    """This rank's part of x if FSDP has sharded p and x has p's shape, else x.
+
+    from_rank: the rank that has x. None: every rank has it, and nothing is sent.
+    """
+    if not isinstance(p, DTensor) or x.shape != p.shape:
+        return x
+    return distribute_tensor(x.to(p.device), p.device_mesh, p.placements, src_data_rank=from_rank)
+
+
+@torch.no_grad()
+def shard_over_ranks(model, device):
+    """Give every rank its share of the model that rank 0 has built (FSDP2).
+
+    The other ranks call this with a model on the meta device: only rank 0 ever has all weights.
+    """
+    if dist.get_rank() > 0:
+        model.to_empty(device="cpu")  # takes no memory until it is written to
+        if model.config.tied:
+            model.head.weight = model.embed.weight
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        whole = {name: p.detach() for name, p in module.named_parameters()}
+        fully_shard(module, mesh=mesh)
+        for name, p in module.named_parameters():
+            p.copy_(shard_like(whole[name], p, from_rank=0))
+    for x in model.buffers():
+        dist.broadcast(x, src=0)
 
 
 def peak_flops(name):

@@ -23,7 +23,7 @@ Matrices of one shape are stacked and updated together.
 
 import torch
 
-from norms import gathered, shard_like
+from machine import gathered, shard_like
 
 MOMENTUM = 0.95  # mu after its warm-up
 WARMUP = 300  # steps over which mu grows by 0.1, to MOMENTUM

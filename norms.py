@@ -36,7 +36,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 POST_SHARE = 0.25  # mixln: the share of the blocks that are post-norm, from the first one on
 
@@ -84,21 +83,6 @@ def readers(block):
 def weight_of(layer):
     """The weight (out, in) of a linear. Experts are the parameter (E, out, in) itself."""
     return getattr(layer, "weight", layer)
-
-
-def gathered(x):
-    """The full tensor if FSDP has sharded x, else x. Every rank must call this function."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def shard_like(x, p, from_rank=0):
-    """This rank's part of x if FSDP has sharded p and x has p's shape, else x.
-
-    from_rank: the rank that has x. None: every rank has it, and nothing is sent.
-    """
-    if not isinstance(p, DTensor) or x.shape != p.shape:
-        return x
-    return distribute_tensor(x.to(p.device), p.device_mesh, p.placements, src_data_rank=from_rank)
 
 
 def upcast(x):

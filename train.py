@@ -16,11 +16,11 @@ import sys
 import time
 import uuid
 from dataclasses import asdict, fields
+from datetime import timedelta
 from itertools import repeat
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import bhyt
@@ -38,14 +38,15 @@ from machine import (
     can_compile,
     commit,
     device_name,
+    gathered,
     peak_flops,
     peak_memory_gb,
     pick_device,
     pick_dtype,
     prepare_process,
+    shard_over_ranks,
 )
 from model import GPT, RESIDUALS, GPTConfig, evaluate, init_out
-from norms import gathered
 
 # where things are
 data_dir = "data/python"  # shards that prepare_c4.py made
@@ -224,10 +225,12 @@ def conversations(meta):
 torch.manual_seed(seed)
 adapters = None if saved is None else saved.get("lora")
 try:
-    model = GPT(config)
-    if going_on:
+    builds = is_main or shard == "none"  # under FSDP the other ranks get their shares from rank 0
+    with torch.device("cpu" if builds else "meta"):
+        model = GPT(config)
+    if going_on and builds:
         lora.load_state(model, saved)
-    elif saved is not None:
+    elif saved is not None and builds:
         adapters = lora.begin(model, saved, lora_rank)
 except ValueError as error:
     fail(error)
@@ -247,6 +250,37 @@ if is_main and sft_data is None:
 loader = Loader(train_windows, sequences, micro_steps, seed, rank, world, device)
 val_indices = spread(val_windows, eval_tokens, val_part)
 
+# ------------------------------------------------------------------------------------------------
+# Distribution over ranks, compilation, optimizers
+
+prepare_process(device)
+if world > 1:
+    # while rank 0 writes a checkpoint the others wait: NCCL's 10 minutes are too few for 40 GB
+    gpu = device if device.type == "cuda" else None
+    dist.init_process_group(backend(device), timeout=timedelta(hours=2), device_id=gpu)
+if compile:
+    model.compile_blocks()
+net = model  # what the training step calls
+if shard == "fsdp":  # gathers parameters in float32, to match DDP
+    shard_over_ranks(model, device)
+else:
+    model.to(device)
+    if world > 1:
+        devices = [device.index] if device.type == "cuda" else None
+        net = DDP(model, device_ids=devices, broadcast_buffers=False)
+
+routers, experts = mod.routers(model), moe.layers(model)
+if not is_main:  # a checkpoint has the scores of all ranks: only rank 0 counts them
+    for router in routers:
+        router.fresh.zero_()
+        router.update_k()
+rates = {"gates": gate_lr, "embeddings": embed_lr, "head": head_lr}
+rates = {key: rate for key, rate in rates.items() if rate is not None}
+precision = getattr(torch, dtype)
+optimizers = model.optimizers(optimizer, learning_rate, rates, weight_decay, precision)
+if going_on:
+    checkpoint.restore(saved, optimizers)
+
 step, flops, bad_steps, best_val_loss, run_id = 0, 0.0, 0, math.inf, uuid.uuid4().hex
 flops_per_step = expected_flops = tokens_per_step * model.flops_per_token()
 if going_on:
@@ -259,35 +293,6 @@ if resuming:
 if flops_budget is not None:
     max_iters = math.ceil(flops_budget / expected_flops)
 
-# ------------------------------------------------------------------------------------------------
-# Distribution over ranks, compilation, optimizers
-
-prepare_process(device)
-if world > 1:
-    dist.init_process_group(backend(device))
-if compile:
-    model.compile_blocks()
-net = model  # what the training step calls
-if shard == "fsdp":  # gathers parameters in float32, to match DDP
-    mesh = dist.init_device_mesh(device.type, (world,))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-else:
-    model.to(device)
-    if world > 1:
-        devices = [device.index] if device.type == "cuda" else None
-        net = DDP(model, device_ids=devices, broadcast_buffers=False)
-
-routers, experts = mod.routers(model), moe.layers(model)
-if not is_main:  # a checkpoint has the scores of all ranks: only rank 0 counts them
-    for router in routers:
-        router.fresh.zero_()
-rates = {"gates": gate_lr, "embeddings": embed_lr, "head": head_lr}
-rates = {key: rate for key, rate in rates.items() if rate is not None}
-precision = getattr(torch, dtype)
-optimizers = model.optimizers(optimizer, learning_rate, rates, weight_decay, precision)
-if going_on:
-    checkpoint.restore(saved, optimizers)
 origin = None if saved is None else saved["path"]
 saved = None  # frees the memory
 
@@ -310,6 +315,8 @@ def save(kind):
     """Write a checkpoint: the newest, one to be kept, or the best. Every rank calls this."""
     global save_seconds, last_save
     began = time.monotonic()
+    names = {"newest": checkpoint.NEWEST, "kept": f"ckpt_{step:06d}.pt", "best": "ckpt_best.pt"}
+    path = os.path.join(out_dir, names[kind])
     state = {
         "model": {**lora.trained(model), **mod.scores_of_all_ranks(model, world)},
         "optimizers": [opt.state_dict()["state"] for opt in optimizers],
@@ -318,17 +325,10 @@ def save(kind):
         "tokens_per_step": tokens_per_step, "expected_flops": expected_flops,
         "lora": adapters, "run_id": run_id,
     }  # fmt: skip
-    files = {"newest": checkpoint.NEWEST, "kept": f"ckpt_{step:06d}.pt", "best": "ckpt_best.pt"}
-    folders = {"newest": f"ckpt_{step:06d}", "kept": f"kept_{step:06d}", "best": f"best_{step:06d}"}
-    sharded = shard == "fsdp"
-    path = os.path.join(out_dir, (folders if sharded else files)[kind])
     try:
-        if sharded:
-            checkpoint.save_sharded(path, state)
-        elif is_main:
+        state = checkpoint.on_rank_0(state)
+        if is_main:
             checkpoint.save(path, state)
-        if is_main and (kind == "newest" or (kind == "best" and sharded)):
-            checkpoint.remove_older(out_dir, path)
     except checkpoint.SAVE_ERRORS as error:
         intact = "the checkpoints before it are intact"
         fail(f"step {step} could not be saved as {path}, {intact}: {error}")

@@ -20,10 +20,10 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from attention import Attention
 from bhyt import RESIDUALS, BoundedTanh, attention_gain
+from checkpoint import load_model
 from configurator import configure
 from data import Windows, eval_batches, spread, write_json
 from depth import walk
-from lora import load_model
 
 out_dir = "out"  # folder of the run; its newest checkpoint is read
 data_dir: str | None = None  # folder with the shards; None: the one that the run was trained on

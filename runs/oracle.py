@@ -29,9 +29,9 @@ import torch.nn.functional as F
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import mod
+from checkpoint import load_model
 from configurator import configure
 from data import Windows, eval_batches, spread, write_json
-from lora import load_model
 from norms import Stream
 
 out_dir = "out"  # folder of the run

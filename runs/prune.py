@@ -24,9 +24,9 @@ sys.path.insert(0, ROOT)  # before this folder, which has a prune.py too
 
 import bench
 import prune
+from checkpoint import load_model
 from configurator import configure
 from data import Windows, eval_batches, spread
-from lora import load_model
 from machine import autocast, commit, device_name, pick_device, pick_dtype, prepare_process
 from model import evaluate
 from plot import LOSS, plot_mean

@@ -9,7 +9,7 @@ import bhyt
 import convert
 import nag
 from attention import rotary_table
-from lora import load_model
+from checkpoint import load_model
 from norms import RMSNorm
 from test_all import (
     assert_close,

@@ -17,7 +17,6 @@ import data as data_file
 import eval as ask
 import generate
 import hf
-import lora
 import tasks
 from model import GPT, GPTConfig
 from test_all import (
@@ -166,7 +165,7 @@ def theirs(name, folder, **how):
 
 def imported(folder, to, **how):
     hf.import_model(str(folder), str(to), **how)
-    return lora.load_model(str(to))
+    return checkpoints.load_model(str(to))
 
 
 @pytest.mark.slow
@@ -389,7 +388,7 @@ def test_what_a_user_does_with_an_imported_model(model_folder, tmp_path):
     script("lora.py", sft / "ckpt.pt", merged)
     script("hf.py", "export", merged, tmp_path / "back")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    ours, idx = lora.load_model(str(merged))[1], some_ids(T=20, vocab=300)
+    ours, idx = checkpoints.load_model(str(merged))[1], some_ids(T=20, vocab=300)
     assert_close(loaded(idx).logits, ours(idx)[0], rtol=0, atol=1e-5)
     encoding = data_file.get_tokenizer(str(out / "tokenizer.json"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
@@ -414,7 +413,7 @@ def test_shards_of_an_imported_tokenizer_continue_the_training(model_folder, tmp
     assert report["loss"]["bytes"] > 0.9 * len(TEXT.encode()) * 4
     for folder in (out, tmp_path / "more"):  # with shards too, texts begin as the tokenizer says
         monkeypatch.setattr(ask, "data_dir", str(shards))
-        windows, encoding = ask.open_data(*lora.load_model(str(folder)))
+        windows, encoding = ask.open_data(*checkpoints.load_model(str(folder)))
         assert encoding.start == [0] and encoding.imported and len(windows) > 1
 
 
@@ -428,7 +427,7 @@ def test_tasks_equal_those_of_the_harness_on_the_same_model(begins, model_folder
 
     make_tokenizer(model_folder, begins)
     hf.import_model(str(model_folder), str(tmp_path / "ours"))
-    state, model = lora.load_model(str(tmp_path / "ours"))
+    state, model = checkpoints.load_model(str(tmp_path / "ours"))
     encoding = data_file.meta_tokenizer(str(tmp_path / "ours"), state["meta"])
     manager = TaskManager(include_path=write_tasks(tmp_path / "tasks"), include_defaults=False)
     scores = []

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import data as data_file
 import lora
 import model as model_file
+from checkpoint import load_model
 from model import RESIDUALS
 from test_all import (
     EXTRAS,
@@ -138,16 +139,16 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(
     first, *_, last = (r for r in log_of(run).records if r["val_loss"] is not None)
     assert log_of(full).val_losses[-1] < first["val_loss"] - 0.2
     assert last["val_loss"] < first["val_loss"] - 0.02  # nGPT's frozen alpha and s_z allow no more
-    state, (_, tuned) = checkpoint(run), lora.load_model(run)
+    state, (_, tuned) = checkpoint(run), load_model(run)
     assert state["config"] | {"block_size": 32, "bhyt_context": None} == checkpoint(base)["config"]
     assert os.path.getsize(run / "ckpt.pt") < os.path.getsize(base / "ckpt.pt") / 2
-    assert not {*state["model"]} & {*dict(lora.load_model(base)[1].named_parameters())}
+    assert not {*state["model"]} & {*dict(load_model(base)[1].named_parameters())}
     windows = data_file.Windows(data, "val", 64)
     batches = data_file.eval_batches(windows, data_file.spread(windows, 512), 4, "cpu")
     forgot = model_file.evaluate(tuned, batches)
     assert first["pretraining_loss"] != last["pretraining_loss"] == pytest.approx(forgot, abs=0.01)
     script("lora.py", run / "ckpt.pt", merged)
-    assert torch.equal(lora.load_model(merged)[1](some_ids())[0], tuned(some_ids())[0])
+    assert torch.equal(load_model(merged)[1](some_ids())[0], tuned(some_ids())[0])
     os.replace(run / "ckpt_000010.pt", run / "ckpt.pt")
     monkeypatch.undo()  # a resumed run keeps the targets and the dropout of its checkpoint
     resume(run)
@@ -165,7 +166,7 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(
     branch = dict(branch_from=merged, out_dir=tmp_path / "x")
     refuses("has no optimizer state", script, "train.py", **branch)
     os.rename(base, tmp_path / "away")
-    refuses(f"belong to {base}/ckpt.pt, which is gone or has changed", lora.load_model, run)
+    refuses(f"belong to {base}/ckpt.pt, which is gone or has changed", load_model, run)
 
 
 def test_fine_tuning_over_two_ranks_equals_one_process(data, runs, tmp_path):
@@ -183,7 +184,7 @@ def test_fine_tuning_at_another_block_size_keeps_the_c_of_bhyt(data, tmp_path, s
     train(data, tmp_path / "a", residual="bhyt")
     how = dict(learning_rate=1e-9, block_size=size, init_from=tmp_path / "a")
     script("train.py", *TINY_RUN[7:], **how, out_dir=tmp_path / "b", max_iters=1)
-    fresh = lora.load_model(tmp_path / "a")[1].state_dict()
+    fresh = load_model(tmp_path / "a")[1].state_dict()
     old, new = (checkpoint(tmp_path / name)["model"] for name in "ab")
     assert checkpoint(tmp_path / "b")["config"]["bhyt_context"] == context
     for key in ("blocks.0.attn_residual.c", "blocks.1.attn_residual.c"):

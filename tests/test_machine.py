@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
 from multiprocessing import get_context
 from types import SimpleNamespace
 
@@ -172,8 +173,9 @@ def test_several_gpus_talk_by_nccl_and_each_rank_has_its_own(gpu, data, tmp_path
     """With a process group whose collectives do nothing, as if every rank had the same."""
     seen, init = [], dist.init_process_group
 
-    def start(backend):
-        seen.append(backend)
+    def start(backend, timeout, device_id):
+        seen.append((backend, str(device_id)))
+        assert timeout >= timedelta(hours=1)  # the others wait while rank 0 writes a checkpoint
         init("fake", rank=1, world_size=2, store=FakeStore())
 
     def wrap(model, device_ids, **how):
@@ -189,7 +191,7 @@ def test_several_gpus_talk_by_nccl_and_each_rank_has_its_own(gpu, data, tmp_path
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    assert seen == ["nccl", [1]] and gpu.set_device == [(1,)]
+    assert seen == [("nccl", "cuda:1"), [1]] and gpu.set_device == [(1,)]
 
 
 def test_a_gpu_decodes_with_graphs_and_bench_waits_for_it(gpu, monkeypatch):

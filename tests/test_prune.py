@@ -12,8 +12,8 @@ import checkpoint as checkpoints
 import data as data_file
 import depth
 import generate
-import lora
 import prune
+from checkpoint import load_model
 from model import evaluate
 from test_all import (
     EXTRAS,
@@ -225,7 +225,7 @@ def trained(data, tmp_path_factory):
 def test_eval_prunes_a_model_without_routers(data, trained, capsys):
     how = dict(eval_tokens=2048, mod_rate=0.25, prune_by="norm")
     report = evaluated(trained / "dense", "loss", **how)
-    model, windows = lora.load_model(trained / "dense")[1], data_file.Windows(data, "train", 32)
+    model, windows = load_model(trained / "dense")[1], data_file.Windows(data, "train", 32)
     places, whole = data_file.spread(windows, 32768), model.flops_per_token()
     batches = [x for x, _ in data_file.eval_batches(windows, places, 8, "cpu")]
     names = prune.names(prune.prune(model, batches, 0.25, rule="norm"), "sublayer")
@@ -267,7 +267,7 @@ def test_without_shards_a_tenth_of_the_text_chooses_and_is_not_scored(
     assert report["loss"]["tokens"] == 18 * 32
     assert report["depth"]["calibration"]["share"] and "sample" not in report
 
-    model = lora.load_model(tmp_path)[1]
+    model = checkpoints.load_model(tmp_path)[1]
     dial(model, [ids[: 2 * 32].view(2, 32)], 0.25, "sublayer", "angle", 0)
     x, y = ids[2 * 32 : -1].view(18, 32), ids[2 * 32 + 1 :].view(18, 32)
     assert report["loss"]["loss"] == pytest.approx(evaluate(model, [(x, y)]), abs=1e-5)
@@ -318,7 +318,7 @@ def test_the_study_measures_loss_and_time(data, trained, tmp_path, run):
         assert (line["flops"] < 1) == (line["rate"] > 0) and line["time"] > 0
     random = [line for line in lines if line["rule"] == "random" and line["rate"] == 0.5]
     assert {line["seed"] for line in random} == {1, 2, 3}
-    model, last = lora.load_model(trained / run)[1], lines[-1]
+    model, last = load_model(trained / run)[1], lines[-1]
     prune.skip(model, [int(name.split()[1]) for name in last["skipped"]], "block")
     val = data_file.Windows(data, "val", 32)
     batches = data_file.eval_batches(val, data_file.spread(val, 1024), 8, "cpu")

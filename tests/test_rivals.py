@@ -14,6 +14,7 @@ import mod
 import ngpt
 import norms
 import streams as streams_file
+from checkpoint import load_model
 from model import RESIDUALS, GPTConfig
 from test_all import (
     EXTRAS,
@@ -124,7 +125,7 @@ def test_ngpt_over_ranks_has_the_curve_of_one_process(data, tmp_path, more, clos
     ranks(data, tmp_path / "fsdp", **how, shard="fsdp")
     one = checkpoint(tmp_path / "one")["model"]
     for name in ("ddp", "fsdp"):
-        losses, state = log_of(tmp_path / name).losses, lora.load_model(tmp_path / name)[1]
+        losses, state = log_of(tmp_path / name).losses, load_model(tmp_path / name)[1]
         assert losses == pytest.approx(log_of(tmp_path / "one").losses, abs=close)
         assert off_the_sphere(state.state_dict()) < 1e-6
         assert_close(state.state_dict(), one, rtol=1e-2, atol=10 * close)

@@ -28,7 +28,6 @@ import bhyt
 import checkpoint as checkpoints
 import data as data_file
 import depth
-import lora
 import nag
 import norms
 import prepare_c4
@@ -262,14 +261,8 @@ def test_a_run_resumes_on_any_number_of_ranks(data, tmp_path, more, close):
         start = dict(init_from="auto", world=world, shard=shard, compile=compile)
         ranks(data, run, **start, **how, **more, max_iters=last)
     assert log_of(run).losses == pytest.approx(log_of(one).losses, abs=close)
-    states = (lora.load_model(path)[1].state_dict() for path in (run, one))
+    states = (checkpoints.load_model(path)[1].state_dict() for path in (run, one))
     torch.testing.assert_close(*states, rtol=1e-2, atol=10 * close)
-
-
-def step_of(path):
-    """The step of a checkpoint. A folder's name tells it: the run may remove the folder now."""
-    file = os.path.basename(path) == checkpoints.NEWEST
-    return checkpoints.read_file(path)["step"] if file else checkpoints.step_of(path)
 
 
 @cases("world, shard, kills", [(1, "none", 5), (2, "none", 5), (2, "fsdp", 20)])
@@ -290,7 +283,7 @@ def test_kill_9_of_everything_changes_nothing(data, tmp_path, world, shard, kill
 
     for kill in range(1, kills + 1):
         launched, newest, goal = start(), None, 12 * kill + rng.randrange(5)
-        while newest is None or step_of(newest) < goal:
+        while newest is None or checkpoints.load(newest)["step"] < goal:
             assert launched.poll() is None, open(tmp_path / "printed").read()
             time.sleep(0.02 + rng.random() * 0.05)
             newest = checkpoints.newest(str(two))
@@ -333,7 +326,8 @@ def write_tasks(directory):
 def test_the_scores_of_the_harness_equal_those_of_a_loop(runs, tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval", reason="make test installs lm-eval")
     run, how = runs / "a", dict(task_dir=write_tasks(tmp_path / "tasks"))
-    report, (_, model) = evaluated(run, "tasks", tasks=",".join(TASKS), **how), lora.load_model(run)
+    report = evaluated(run, "tasks", tasks=",".join(TASKS), **how)
+    _, model = checkpoints.load_model(run)
     choice, rolling, writing, versions = report["tasks"].values()
     assert "tiny_choice" in capsys.readouterr().out and set(versions) == {"lm_eval", "datasets"}
 
@@ -463,7 +457,8 @@ def test_the_script_of_bhyt_s_theory_reports_what_was_measured(data, tmp_path, m
     monkeypatch.setattr(sys, "argv", ["", f"--out_dir={tmp_path}/bhyt", "--tokens=512"])
     runpy.run_path(THEORY, run_name="__main__")
     report = json.load(open(tmp_path / "bhyt" / "variance.json"))
-    windows, model = data_file.Windows(data, "val", 32), lora.load_model(tmp_path / "bhyt")[1]
+    windows = data_file.Windows(data, "val", 32)
+    _, model = checkpoints.load_model(tmp_path / "bhyt")
     rows = [windows[i][:-1].astype(int) for i in data_file.spread(windows, 512)]
     own = {key: [] for key in ("output", "measured", "predicted", "RMSE")}
     for _, residual, h, _, after in depth.walk(model, torch.tensor(np.stack(rows))):
