@@ -1312,11 +1312,14 @@ def test_documents_of_validation_are_left_out_of_training(texts, capsys):
     assert not data_file.read_meta("empty")["splits"]["train"]["complete"]
 
 
-@cases("documents", [["x" * 1000], ["naïve 日本 " * 100] * 2, TEXTS[:50]], ids=len)
+@pytest.mark.parametrize(
+    "documents", [["naïve 日本 " * 100], ["x" * 1000] * 2, TEXTS[:50]], ids=len
+)
 def test_few_documents_give_their_ends_to_validation(texts, capsys, documents):
-    for i, text in enumerate(documents):
-        (texts / f"my{i:02d}.txt").write_text(text)
-    directory = make_data("new", "--source=my*.txt", "--tokenizer=bytes", "--val_share=0.1")
+    (texts / "my.txt").write_text(documents[0])
+    write_jsonl(texts / "my.jsonl", documents)
+    source = "my.jsonl" if len(documents) > 1 else "my.txt"
+    directory = make_data("new", f"--source={source}", "--tokenizer=bytes", "--val_share=0.1")
     assert "few documents: validation gets the last 10% of each" in capsys.readouterr().out
     train, val = (documents_in(directory, split) for split in ("train", "val"))
     assert [a + b for a, b in zip(train, val)] == documents
