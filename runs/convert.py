@@ -12,12 +12,12 @@ new seeds. Differences from the control are paired by seed, with 95% intervals.
 Finished runs are in results/convert.jsonl, and are not repeated.
 """
 
-import math
 import statistics
 import sys
 
 import study
-from study import ROOT, paired, plus_minus, table
+from stats import gap_of, losses_of, plus_minus
+from study import ROOT, table
 
 import checkpoint
 from configurator import configure
@@ -70,31 +70,29 @@ def settings_of(path, before, start, factor, seed):
 
 
 def rows(path, before, lines_of_runs):
-    """The rows of the table, or none if a run is missing. lines_of_runs: study.run or find."""
+    """Yield the rows of the table. lines_of_runs: study.run or study.find."""
 
     def lines_of(runs):
-        found = lines_of_runs("rehearsal_convert" if rehearse else "convert", [*runs.values()])
-        return dict(zip(runs, found))
+        settings = [settings_of(path, before, *each) for each in runs]
+        return dict(
+            zip(runs, lines_of_runs("rehearsal_convert" if rehearse else "convert", settings))
+        )
 
-    tried = [(start, factor) for start in STARTS for factor in FACTORS]
-    tuning = lines_of({each: settings_of(path, before, *each, 0) for each in tried})
-    if None in tuning.values():
-        return
-    losses = {each: line["loss"] or math.inf for each, line in tuning.items()}
-    factors = {start: min(FACTORS, key=lambda f: losses[start, f]) for start in STARTS}
+    tried = lines_of([(start, factor, 0) for start in STARTS for factor in FACTORS])
+    losses = dict(zip(tried, losses_of(tried.values())))
+    factors = {start: min(FACTORS, key=lambda f: losses[start, f, 0]) for start in STARTS}
     numbers = range(1, seeds + 1)
-    runs = [(start, factors[start], seed) for start in STARTS for seed in numbers]
-    final = lines_of({each: settings_of(path, before, *each) for each in runs})
-    if None in final.values():
-        return
-    for start, factor in factors.items():
-        lines, control = ([final[s, factors[s], n] for n in numbers] for s in (start, [*STARTS][0]))
-        found = [line["loss"] for line in lines]
-        cells = ("diverged", "")
-        if None not in found:
-            difference = paired(found, [line["loss"] for line in control])
-            cells = f"{statistics.mean(found):.4f}", plus_minus(difference)
-        yield start, f"{statistics.mean(line['start'] for line in lines):.4f}", *cells, factor
+    final = lines_of([(start, factors[start], seed) for start in STARTS for seed in numbers])
+    of = {start: [final[start, factors[start], seed] for seed in numbers] for start in STARTS}
+    control = next(iter(of.values()))
+    for start, lines in of.items():
+        first, last = (
+            statistics.mean(line["start"] for line in lines),
+            statistics.mean(losses_of(lines)),
+        )
+        gap = gap_of(lines, control)
+        words = plus_minus(gap) if gap else "diverged"
+        yield start, f"{first:.4f}", f"{last:.4f}", words, factors[start]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p results/gpu
-python -m pytest -q test_slow.py -k on_cuda | tee results/gpu/tests.txt
+python -m pytest -q tests/test_slow.py -k on_cuda | tee results/gpu/tests.txt
 all=prenorm,prenorm,nag,bhyt,bhyt_exact,perinorm,lns,dyt
 big="--device=cuda --n_layer=4 --n_head=32 --n_kv_head=8 --n_embd=2048 --n_hidden=8192 --activation=swiglu --block_size=1024"
 deep="--device=cuda --n_layer=64 --n_head=10 --n_embd=640 --block_size=1024"
