@@ -14,7 +14,8 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
 3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
    "undecided". The intervals leave out the noise of the tuning.
 4. To compare at equal time, time the steps of all modes in turn, before any training. Also train
-   the baseline for fewer and more steps, and interpolate its loss at the time of the mode.
+   the baseline for fewer and more steps, and interpolate its loss at the time of the mode. Its
+   learning rate is tuned again at the shortest and the longest of these lengths.
 
 Finished runs are in results/judge.jsonl. They are not repeated when you restart the command or
 judge another mode. out/judge.png shows the differences. Other arguments are config files and
@@ -28,10 +29,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import cache, partial
 
-import figures
 import study
 import torch
-from study import ROOT, gap_at, paired, plus_minus
+from stats import gap_at, losses_of, paired, plus_minus, verdict
+from study import ROOT
 
 from configurator import configure
 from model import GPT, RESIDUALS, GPTConfig
@@ -56,6 +57,7 @@ FACTORS = {  # multiples of a rate's default; each list is tried until one does 
 LENGTHS = (0.7, 1.4, 2.0, 2.8, 4.0)  # lengths of extra baseline runs, as shares of the whole
 TUNED = ("learning_rate", "init_out", *FACTORS)
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
+EDGE = 0.05  # right edge of the figure
 LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
 
 
@@ -77,14 +79,10 @@ def of_seeds(scale, mode, choice, seeds, length=1.0):
     return [settings(scale, mode, choice, seed, length) for seed in range(1, seeds + 1)]
 
 
-def losses(lines):
-    return [math.inf if line["loss"] is None else line["loss"] for line in lines]
-
-
 def best(scale, mode, choices, lines_of, length=None):
     """The choice whose tuning run has the lowest loss."""
     length = length or tune_share
-    found = losses(lines_of([settings(scale, mode, each, 0, length) for each in choices]))
+    found = losses_of(lines_of([settings(scale, mode, each, 0, length) for each in choices]))
     return choices[found.index(min(found))]
 
 
@@ -189,20 +187,27 @@ def train(scale, mode, lines_of, seeds, extra=()):
         measured = pool.submit(lines_of, [first], LOOK)  # seed 1: also measured by depth
         found = {1.0: lines_of(others)}
     found[1.0] = measured.result() + found[1.0]
-    for length in extra:
-        found[length] = lines_of(of_seeds(scale, mode, choice, seeds, length))
+    for length, own in choices_at(scale, mode, choice, lines_of, extra).items():
+        found[length] = lines_of(of_seeds(scale, mode, own, seeds, length))
     return choice, found
+
+
+def choices_at(scale, mode, choice, lines_of, lengths):
+    """{length: choice}. The learning rate is tuned again at the shortest and longest length.
+
+    A length between them takes the rate of the nearest tuned length. 1.0 is tuned, too.
+    """
+    tuned = {1.0: choice}
+    for length in {min(lengths), max(lengths)} if lengths else ():
+        rates = [choice["learning_rate"] * times for times in AROUND]
+        tuned[length] = best_rate(scale, mode, choice, rates, lines_of, length)
+
+    nearest = lambda length: min(tuned, key=lambda known: abs(math.log(known / length)))
+    return {length: tuned[nearest(length)] for length in lengths}
 
 
 # ------------------------------------------------------------------------------------------------
 # The verdict
-
-
-def verdict(intervals):
-    """The verdict on all intervals (difference, half its width): undecided if they disagree."""
-    words = {"undecided" if abs(d) <= half else "better" if d < 0 else "worse"
-             for d, half in intervals}  # fmt: skip
-    return words.pop() if len(words) == 1 else "undecided"
 
 
 def compare(mode, choice, lines, theirs, ratios):
@@ -213,11 +218,11 @@ def compare(mode, choice, lines, theirs, ratios):
     time, the baseline's loss is interpolated for each seed. times is empty if the baseline was not
     trained for as short or as long.
     """
-    ours = losses(lines)
+    ours = losses_of(lines)
     found = {"mode": mode, "choice": choice, "params": lines[0]["params"], "ratio": ratios[1]}
     found |= {"loss": None, "steps": None, "times": [], "diverged": None}
     wanted = (1.0, *lengths({mode: ratios}))
-    by_length = {length: losses(theirs[length]) for length in wanted if length in theirs}
+    by_length = {length: losses_of(theirs[length]) for length in wanted if length in theirs}
     for who, each in ((mode, ours), (baseline, by_length[1.0])):
         if math.inf in each:
             count = f"{each.count(math.inf)} of {len(each)}"
@@ -236,31 +241,64 @@ def compared(trained, ratios):
             yield compare(mode, choice, lines[1.0], trained[baseline][1], ratios[mode])
 
 
-def words(found):
-    """(difference and verdict at equal steps, the same at equal time) of what compare returned.
-
-    The verdict at equal time must be the same at both ends of the ratio's interval.
-    """
-    if found["diverged"]:
-        return (found["diverged"], ""), ("", "")
-    at_steps = plus_minus(found["steps"]), verdict([found["steps"]])
-    if not found["times"]:
-        return at_steps, ("no baseline run this short or long", "")
-    return at_steps, (plus_minus(found["times"][1]), verdict(found["times"]))
-
-
-HEAD = ("mode", "parameters", "loss", "difference at equal steps", "verdict")
-HEAD += ("step time / baseline's", "difference at equal time", "verdict at equal time")
-HEAD += ("tuned settings",)
+HEAD = ("mode", "parameters", "loss", "at equal steps", "verdict")
+HEAD += ("step time", "at equal time", "verdict at equal time", "tuned settings")
 
 
 def cells(found):
-    """A row of the table, as text."""
-    at_steps, at_time = words(found)
-    loss = "" if found["loss"] is None else f"{found['loss']:.4f}"
+    """A row of the table, as text, of what compare returned.
+
+    The verdict at equal time must be the same at both ends of the ratio's interval.
+    """
     tuned = (f"{k}={v:g}" if type(v) is float else f"{k}={v}" for k, v in found["choice"].items())
-    row = [found["mode"], f"{found['params']:,}", loss, *at_steps, f"{found['ratio']:.2f}"]
-    return [*row, *at_time, " ".join(tuned)]
+    row = (found["mode"], f"{found['params']:,}")
+    ratio = f"{found['ratio']:.2f}"
+    if found["diverged"]:
+        return [*row, "", found["diverged"], "", ratio, "", "", " ".join(tuned)]
+    at_time = "no baseline run this short or long", ""
+    if found["times"]:
+        at_time = plus_minus(found["times"][1]), verdict(found["times"])
+    at_steps = plus_minus(found["steps"]), verdict([found["steps"]])
+    return [*row, f"{found['loss']:.4f}", *at_steps, ratio, *at_time, " ".join(tuned)]
+
+
+def draw(path, comparisons, names=None):
+    """Both differences of each mode with their intervals, from the best mode to the worst.
+
+    names: {mode: its name in words}. A difference whose interval reaches EDGE becomes an arrow.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = sorted((each for each in comparisons if each["steps"]), key=lambda each: each["steps"])
+    names = {each["mode"]: each["mode"] for each in shown} | {baseline: baseline} | (names or {})
+    pyplot.rcParams["font.size"] = 15
+    figure, axes = pyplot.subplots(figsize=(11, 2 + 0.42 * len(shown)), layout="constrained")
+    kinds = {
+        "after as many steps": ("C0o", [each["steps"] for each in shown]),
+        "after as much time": ("C1s", [each["times"] and each["times"][1] for each in shown]),
+    }
+    for shift, (label, (style, intervals)) in zip((-0.16, 0.16), kinds.items()):
+        inside = [(*gap, y + shift) for y, gap in enumerate(intervals) if gap and sum(gap) < EDGE]
+        middles, halves, heights = zip(*(inside or [(math.nan,) * 3]))  # the legend shows both
+        how = dict(ms=8, lw=2.5, capsize=4, label=label)
+        axes.errorbar(middles, heights, xerr=halves, fmt=style, **how)
+        for y, gap in enumerate(intervals):
+            if gap and sum(gap) >= EDGE:
+                how = dict(ha="right", va="center", color=style[:2])
+                axes.text(EDGE * (0.87 + 0.8 * shift), y, f"{gap[0]:+.3f} ⟶", **how)
+    axes.axvline(0, color="0.4", lw=1.5)
+    axes.set_yticks(range(len(shown)), [names[each["mode"]] for each in shown])
+    axes.set(ylim=(len(shown) - 0.4, -0.6), xlim=(None, EDGE * 1.02))
+    axes.set_xlabel(f"validation loss minus {names[baseline]}'s   (left is better)")
+    axes.grid(axis="y", color="0.92")
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 def timed(scale, modes):
@@ -271,7 +309,7 @@ def timed(scale, modes):
 def plan(scale, modes, extra, ratios):
     """A Progress for the runs that are left. Prints how long they will take.
 
-    It counts 10 tuning runs per mode and 3 at full length, and times a short run of the baseline.
+    It counts 10 tuning runs per mode, 3 at full length and 3 at each end of the extra lengths.
     extra: {mode: its extra lengths}. ratios: {mode: interval of its time ratio}.
     """
     price = lambda mode, seed, length: study.cost(settings(scale, mode, {}, seed, length))
@@ -280,6 +318,7 @@ def plan(scale, modes, extra, ratios):
     cost = weighted = 0
     for mode in modes:
         whole = 10 * price(mode, 0, tune_share) + 3 * price(mode, 0, 1.0)
+        whole += sum(3 * price(mode, 0, length) for length in (*extra[mode][:1], *extra[mode][-1:]))
         whole += sum(seeds * price(mode, 1, length) for length in (1.0, *extra[mode]))
         left = max(0, whole - done(scale, mode))
         cost += left
@@ -300,17 +339,12 @@ def done(scale, mode):
 
 def lines_of_mode(scale, mode):
     """(all settings, line) of each finished run of a mode at this scale."""
-    for line in study.finished(name).values():
-        full = study.DEFAULTS | line["settings"]
-        if is_of(full, scale, mode):
-            yield full, line
-
-
-def is_of(full, scale, mode):
-    """Whether a run has this mode and scale. Settings that the judge varies may differ."""
     varied = {*TUNED, "seed", "max_iters", "eval_interval", "val_part", "eval_tokens"}
     fixed = study.DEFAULTS | scale | {"residual": mode}
-    return all(full[key] == fixed[key] for key in fixed.keys() - varied - study.OF_PLACE)
+    for line in study.finished(name).values():
+        full = study.DEFAULTS | line["settings"]
+        if all(full[key] == fixed[key] for key in fixed.keys() - varied - study.OF_PLACE):
+            yield full, line
 
 
 def main():
@@ -324,11 +358,10 @@ def main():
     modes = [*RESIDUALS] if residual == "all" else residual.split(",")
     modes = [mode for mode in modes if pick(RESIDUALS, mode, "residual") and mode != baseline]
 
-    if not 2 <= seeds <= 10:
-        raise SystemExit(f"seeds={seeds}: give 2 to 10, for an interval")
-
+    if seeds < 2:
+        raise SystemExit(f"seeds={seeds}: give at least 2, for an interval")
     everyone = [baseline, *modes]
-    print("timing the steps of modes that are not timed yet, about half a minute each", flush=True)
+    print("timing the steps of modes that are not timed yet", flush=True)
     ratios = study.race(name, timed(scale, everyone))
     extra = dict.fromkeys(modes, ()) | {baseline: lengths(ratios)}
     progress = plan(scale, everyone, extra, ratios)
@@ -344,7 +377,7 @@ def main():
     comparisons = [*compared(trained, ratios)]
     print(study.table(HEAD, map(cells, comparisons)))
 
-    figures.modes(study.ROOT / "out" / f"{name}.png", comparisons, baseline, leads=())
+    draw(study.ROOT / "out" / f"{name}.png", comparisons)
     print(f"out/{name}.png has the differences and their intervals")
 
 

@@ -21,11 +21,11 @@ are not repeated.
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 
 import judge
 import study
-from study import gap_of, plus_minus
+from stats import gap_of, plus_minus
 
 from configurator import configure
 
@@ -34,15 +34,14 @@ names: str | None = None  # only these, separated by commas, and what they are c
 values: str | None = None  # only these steps or numbers of blocks, in this order
 timed = False  # time the steps of these models, once the judge has tuned them; train nothing
 
+SCALE = study.parse([judge.SCALE])
 SEEDS = (11, 12, 13)  # new: judge.py tuned on 0 and judged on 1, 2, ...
 NAG = {
     "gates at a quarter of the rate": {"gate_lr": 0.25},
     "gates at four times the rate": {"gate_lr": 4.0},
-    "alpha starts at 1 / l": {"nag_alpha_power": 1.0},
     "not orthogonal": {"nag_orthogonal": False},
     "not modulated": {"nag_directions": 0},
     "4 directions": {"nag_directions": 4},
-    "beta fixed at 1": {"nag_beta": 1.0},
     "not centred": {"nag_centre": False},
     "no norm lane": {"nag_lane": False},
 }
@@ -61,8 +60,6 @@ def mixtures(rate):
         "learned router": learned,
         "learned router on pre-norm": learned | {"residual": "prenorm"},
         "random router": {"mod_router": "random"},
-        "NAG's router in every second block": {"mod_blocks": "alternate"},
-        "NAG's router in the inner blocks": {"mod_blocks": "inner"},
         "NAG's router on MLPs": {"mod_on": "mlp"},
     }
     return {f"{name} {rate:g}": both | change for name, change in changes.items()}
@@ -96,17 +93,12 @@ def base_of(changes, name):
     return mode if mode in changes else first
 
 
-@cache
-def scale_of_judge():
-    return study.parse([judge.SCALE])
-
-
 def tuned(name, change, scale, rates_around, lines_of):
     """Settings of a mode, or of one with a change, with the best learning rate at this scale."""
     mode = name if change is None else change.get("residual", "nag")
-    chosen = judge.tune(scale_of_judge(), mode, partial(lines_of, "judge"))
+    chosen = judge.tune(SCALE, mode, partial(lines_of, "judge"))
     rates = [chosen["learning_rate"] * times for times in rates_around]
-    if len(rates) > 1 and scale != scale_of_judge():
+    if len(rates) > 1 and scale != SCALE:
         smaller = scale | {key: min(scale[key], most) for key, most in LARGEST.items()}
         chosen = judge.best_rate(smaller, mode, chosen, rates, partial(lines_of, "lead"), 1.0)
     change, rate = change or {}, chosen["learning_rate"]
@@ -129,7 +121,7 @@ def selected(plan):
 
 def runs_of(changes, axis, values, rates_around, lines_of):
     """{(name, value): [the settings of each seed]}. lines_of: study.run, or one that only reads."""
-    scales = {value: scale_of_judge() | {axis: value} for value in values}
+    scales = {value: SCALE | {axis: value} for value in values}
 
     def runs_at(pair):
         name, value = pair
@@ -162,17 +154,15 @@ def main():
     if timed:
         if len(PLANS[what][2]) > 1:
             raise SystemExit("timed: only for nag, bhyt and mod, which have one length")
-        runs = runs_of(changes, *rest, study.must_find)
+        runs = runs_of(changes, *rest, study.find)
         print(study.race("lead", {name: of_seeds[0] for (name, _), of_seeds in runs.items()}))
         return
     runs = runs_of(changes, *rest, study.run)
     found = iter(study.run("lead", [each for of_seeds in runs.values() for each in of_seeds]))
     lines = {at: [next(found) for _ in SEEDS] for at in runs}
-    width = max(map(len, changes))
     for name, value, loss, gap in rows(lines, changes):
-        base = base_of(changes, name)
-        result = f"{loss:.4f} {plus_minus(gap)} from {base}" if gap else "diverged"
-        print(f"{name:<{width}} {value:>6} {result}")
+        result = f"{loss:.4f} {plus_minus(gap)}" if gap else "diverged"
+        print(f"{name} {value}: {result} from {base_of(changes, name)}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 How much loss does it cost to skip sublayers or blocks of a trained model, and how much time does it
 save?
 
-    python runs/prune.py --out_dir=out/default    writes results/prune.jsonl and results/prune.png
+    python runs/prune.py --out_dir=out/default    writes results/prune.jsonl
 
 For rates up to one half, and each unit and rule of prune.py: the validation loss, the share of the
 FLOPs left, and the time of an eager forward divided by the whole model's (a median over rounds, all
@@ -13,7 +13,6 @@ import json
 import os
 import statistics
 import sys
-from collections import defaultdict
 from functools import partial
 from itertools import product
 
@@ -29,7 +28,6 @@ from configurator import configure
 from data import Windows, eval_batches, spread
 from machine import autocast, commit, device_name, pick_device, pick_dtype, prepare_process
 from model import evaluate
-from plot import LOSS, plot_mean
 
 out_dir = "out/default"  # folder of the run
 data_dir: str | None = None  # folder with shards; None: as in training
@@ -37,7 +35,7 @@ score_tokens = 32768  # training tokens that score the units
 eval_tokens = 65536  # validation tokens for the loss, evenly spaced
 batch_size = 8  # windows per batch, and of a timed forward
 rounds = 15  # timed rounds
-results = "results/prune"  # the files to write, without .jsonl and .png
+results = "results/prune.jsonl"  # the file to write
 
 RATES = [i / 16 for i in range(9)]
 SEEDS = {"angle": (0,), "norm": (0,), "random": (1, 2, 3)}
@@ -68,27 +66,6 @@ def times(model, x, skipped):
     return {plan: statistics.median(each) for plan, each in ratios.items()}
 
 
-def draw(lines):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    labels = {"loss": LOSS, "time": "time of a forward, relative"}
-    shared = dict(sharex=True, sharey="row")
-    figure, places = plt.subplots(2, 2, figsize=(9, 6), layout="constrained", **shared)
-    for axes, (key, unit) in zip(places.flat, product(labels, prune.UNITS)):
-        for rule in prune.RULES:
-            points = defaultdict(list)  # {rate: [value of each seed]}
-            for line in lines:
-                if (line["unit"], line["rule"]) == (unit, rule):
-                    points[line["rate"]].append(line[key])
-            plot_mean(axes, points, label=rule, marker="o", ms=3)
-        axes.set(xlabel=f"share of the {unit}s that are skipped", ylabel=labels[key])
-    places[0, 0].legend(frameon=False)
-    figure.savefig(results + ".png", dpi=150)
-
-
 def main():
     configure(globals(), argv=sys.argv[1:])
     device = pick_device("auto")
@@ -111,9 +88,8 @@ def main():
             line |= {"flops": model.flops_per_token() / whole, "loss": evaluate(model, val_batches)}
             print("{unit:<9} {rule:<7} {seed} {rate:.3f} {loss:.4f} {time:.3f}".format(**line))
             lines.append(line)
-    with open(results + ".jsonl", "w") as file:
+    with open(results, "w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
-    draw(lines)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ with 95% intervals.
 
 import statistics
 
-from study import gap_at, plus_minus, race, run, table
+from stats import gap_at, losses_of, plus_minus
+from study import race, run, table
 
 COMMON = {"max_iters": 800, "eval_interval": 800, "eval_tokens": 262144, "log_interval": 20}
 # The recipe until this study. Its winners, ReLU and no logit cap, became the defaults.
@@ -20,13 +21,12 @@ SEEDS = (1, 2, 3)
 LENGTHS = {steps: {"max_iters": steps, "eval_interval": steps} for steps in (600, 1200)}
 ADAMW = {"optimizer": "adamw", "embed_lr": None, "head_lr": None}
 TIED = {"tied": True, "head_lr": None, "head_scale": None, "embed_scale": 0.05, "embed_lr": 0.01}
-TOKENS_2048 = {"batch_size": 8, "max_iters": 400, "eval_interval": 400}
-TOKENS_512 = {"batch_size": 2, "max_iters": 1600, "eval_interval": 1600}
 
 TIMED = {"logit_cap": 15.0}  # the steps were timed with this cap, and with ReLU
 TIMELESS = {"learning_rate", "schedule", "weight_decay", "init_out"}  # no effect on the time
 RECIPE = "the recipe"
-CHANGES = {
+PLAN = {  # name: change
+    RECIPE: {},
     "nag": {"residual": "nag"},
     "nag, 1,200 steps": {"residual": "nag", "max_iters": 1200, "eval_interval": 1200},
     "perinorm": {"residual": "perinorm"},
@@ -45,45 +45,35 @@ CHANGES = {
     "ReLU, rate 4e-3": {"activation": "relu", "learning_rate": 4e-3},
     "weight decay of 0.1": {"weight_decay": 0.1},
     "cosine": {"schedule": "cosine"},
-    "2,048 tokens a step": TOKENS_2048,
-    "512 tokens a step": TOKENS_512,
-    "4 blocks of width 192": {"n_layer": 4, "n_embd": 192},
+    "2,048 tokens a step": {"batch_size": 8, "max_iters": 400, "eval_interval": 400},
+    "512 tokens a step": {"batch_size": 2, "max_iters": 1600, "eval_interval": 1600},
 }
-
-
-def settings(change, seed):
-    return COMMON | change | {"seed": seed}
+HEAD = ("change", "loss", "difference", "time", "difference at equal time")
 
 
 def rows(lines_of, measure=True):
-    """Dicts with name, loss, "steps": (difference, half its interval) at equal tokens, "time": run
-    time / the recipe's, and "equal": as steps, at equal time. None: not known.
+    """Yield the rows of the table. An empty cell is not known.
 
     lines_of: study.run trains missing runs; study.find uses only finished ones. measure=False: do
     not time steps.
     """
-    variants = {RECIPE: {}, **LENGTHS, **CHANGES}
-    runs = [(name, settings(change, s)) for name, change in variants.items() for s in SEEDS]
-    found = {}
-    for (name, _), line in zip(runs, lines_of("recipe", [each for _, each in runs])):
-        found.setdefault(name, []).append(line)
-    found = {name: lines for name, lines in found.items() if None not in lines}
-    if not found.keys() >= {RECIPE, *LENGTHS}:
-        return
-    compared = {RECIPE: {}} | {name: CHANGES[name] for name in CHANGES if name in found}
-    slower = {name: c for name, c in compared.items() if c.keys() - TIMELESS or name == RECIPE}
-    times = dict.fromkeys(compared.keys() - slower.keys(), (1.0, 1.0, 1.0))
+    runs = {(name, seed): COMMON | change | {"seed": seed}
+            for name, change in (PLAN | LENGTHS).items() for seed in SEEDS}  # fmt: skip
+    lines = dict(zip(runs, lines_of("recipe", [*runs.values()])))
+    found = {name: [lines[name, seed] for seed in SEEDS] for name in PLAN | LENGTHS}
+
+    slower = {name: c for name, c in PLAN.items() if c.keys() - TIMELESS or name == RECIPE}
+    times = dict.fromkeys(PLAN.keys() - slower.keys(), (1.0, 1.0, 1.0))
     times |= race("recipe", {name: TIMED | change for name, change in slower.items()}, measure)
 
-    for name in compared:
-        losses, row = [line["loss"] for line in found[name]], dict.fromkeys(("loss", "time"))
+    for name in PLAN:
+        losses = losses_of(found[name])
         length = found[name][0]["tokens"] / found[RECIPE][0]["tokens"]
-        if name in times:
-            row["time"] = times[name][1] * length
-        if None not in losses:
-            row |= {"loss": statistics.mean(losses), "steps": difference(found, losses, length)}
-            row["equal"] = difference(found, losses, row["time"])
-        yield {"name": name, "steps": None, "equal": None} | row
+        time = times[name][1] * length if name in times else None
+        gaps = (difference(found, losses, at) for at in (length, time))
+        shown = "" if time is None else f"{time:.2f}"
+        steps, equal = ("" if gap is None else plus_minus(gap) for gap in gaps)
+        yield name, f"{statistics.mean(losses):.4f}", steps, shown, equal
 
 
 def difference(found, losses, length):
@@ -91,20 +81,10 @@ def difference(found, losses, length):
     steps = COMMON["max_iters"]
     if length is None or not min(LENGTHS) <= length * steps <= max(LENGTHS):
         return None
-    by_length = {each: [line["loss"] for line in found[each]] for each in LENGTHS}
-    by_length[steps] = [line["loss"] for line in found[RECIPE]]
+    by_length = {each: losses_of(found[each]) for each in LENGTHS}
+    by_length[steps] = losses_of(found[RECIPE])
     return gap_at(length * steps, losses, by_length)
 
 
-def cells(row):
-    """A row of the table, as text."""
-    loss = "diverged" if row["loss"] is None else f"{row['loss']:.4f}"
-    time = "" if row["time"] is None else f"{row['time']:.2f}"
-    steps, equal = (plus_minus(row[kind]) if row[kind] else "" for kind in ("steps", "equal"))
-    return row["name"], loss, steps, time, equal
-
-
-HEAD = ("change", "loss", "difference", "time", "difference at equal time")
-
 if __name__ == "__main__":
-    print(table(HEAD, map(cells, rows(run))))
+    print(table(HEAD, rows(run)))

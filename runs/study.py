@@ -31,6 +31,7 @@ from queue import SimpleQueue
 from threading import Event
 
 import torch
+from stats import median_interval
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -104,10 +105,15 @@ def place(settings):
     """What runs must share to be compared: the data, and how the machine computes."""
     full = DEFAULTS | settings
     device = pick_device(full["device"]).type
-    compiled = can_compile(device) if full["compile"] is None else full["compile"]
-    code = "compiled" if compiled else "eager"
+    code = "compiled" if compiles(full) else "eager"
     computes = f"{device} {pick_dtype(full['dtype'], device)} {code}"
     return {"data": data_hash(full["data_dir"]), "computes": computes}
+
+
+def compiles(full):
+    """Whether a run with these settings compiles its model."""
+    known = full["compile"]
+    return can_compile(pick_device(full["device"]).type) if known is None else known
 
 
 def name_of(line):
@@ -132,7 +138,7 @@ def finished(study):
     return {name_of(line): line for line in read(study) if "key" in line}
 
 
-@cache  # the report reads the same lines hundreds of times
+@cache  # tables.py reads the same lines hundreds of times
 def parsed(line):
     try:
         return json.loads(line)
@@ -198,9 +204,8 @@ def thinned(curve):
 
 
 def train(settings, device, folder, look, lock=None):
-    """Train one run, or continue it. look: arguments of eval.py, to measure the stream by depth.
+    """Train one run, or continue it. look: arguments of eval.py, not for mixtures of depths.
 
-    Of a mixture of depths, eval.py measures the share of tokens that skip under its causal rule.
     lock: a locked file. The children hold it too: if only this process is killed, a second start
     waits for them.
     """
@@ -276,7 +281,7 @@ class Progress:
 def cost(settings):
     """Proportional to the time of a run, approximately."""
     full = DEFAULTS | settings
-    return full["max_iters"] * full["batch_size"] * full["block_size"] * full["n_layer"]
+    return full["max_iters"] * tokens_of(full) * full["n_layer"]
 
 
 def run(study, runs, look=(), progress=None):
@@ -310,26 +315,20 @@ def run(study, runs, look=(), progress=None):
     return [lines[name] for name in wanted]
 
 
-def find(study, runs):
-    """The lines of runs, in their order; None for those that have not finished. Trains nothing."""
+class NotFinished(SystemExit):
+    """A run has no result yet."""
+
+
+def find(study, runs, look=()):
+    """run, for runs that have all finished. look: as in run, not used."""
     keys = [key(settings) for settings in runs]
     lines = {name: line for name, line in finished(study).items() if name[0] in keys}
     if len({name[1:] for name in lines}) > 1:
         raise SystemExit(f"{study}: its runs have different data, devices, dtypes or compilation")
     by_key = {name[0]: line for name, line in lines.items()}
-    return [by_key.get(each) for each in keys]
-
-
-class NotFinished(SystemExit):
-    """A run has no result yet."""
-
-
-def must_find(study, runs, look=()):
-    """find, for runs that have all finished. look: as in run, not used."""
-    found = find(study, runs)
-    if None in found:
+    if by_key.keys() != set(keys):
         raise NotFinished(f"{study}: some of these runs have not finished")
-    return found
+    return [by_key[each] for each in keys]
 
 
 def probe(settings, steps=30):
@@ -384,146 +383,49 @@ def race(study, runs, measure=True):
     known = {tuple(line["race"]): line["ratio"] for line in lines}
     missing = [name for name, pair in pairs.items() if pair not in known]
     if missing and measure:
-        device = str(pick_device(DEFAULTS["device"]))
-        prepare_process(device)
-        torch.set_num_threads(1)
-        torch._dynamo.config.recompile_limit = 256
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
         first = next(iter(runs))
         settings = {name: DEFAULTS | runs[name] for name in dict.fromkeys([first, *missing])}
-        steps = {name: stepper(full, device) for name, full in settings.items()}
-        times = bench.race(steps, ROUNDS)
+        times = timed(settings)
+        where = {"computes": computes, "machine": device_name(pick_device(DEFAULTS["device"]))}
+        where |= {"threads": 1, "commit": commit(), "torch": torch.__version__}
         for name in missing:
-            per = settings[first]["batch_size"] / settings[name]["batch_size"]
-            ratios = [a / b * per for a, b in zip(times[name], times[first])]
+            per_token = tokens_of(settings[first]) / tokens_of(settings[name])
+            ratios = [a / b * per_token for a, b in zip(times[name], times[first])]
             ratio = [round(r, 4) for r in median_interval(ratios)]
             known[pairs[name]] = ratio
-            where = {"computes": computes, "machine": device_name(torch.device(device))}
-            where |= {"threads": torch.get_num_threads(), "commit": commit()}
-            where["torch"] = torch.__version__
-            append(study, {"race": pairs[name], "ratio": ratio} | where)
+            given = [changed(settings[each]) for each in (first, name)]
+            append(study, {"race": pairs[name], "runs": given, "ratio": ratio} | where)
     return {name: known[pair] for name, pair in pairs.items() if pair in known}
 
 
+def timed(settings):
+    """Seconds of each round: {name: [seconds]}. settings: {name: all settings of a run}"""
+    device = str(pick_device(DEFAULTS["device"]))
+    prepare_process(device)
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 256
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return bench.race({name: stepper(full, device) for name, full in settings.items()}, ROUNDS)
+
+
+def tokens_of(full):
+    """Tokens of an optimizer step."""
+    return full["total_batch_tokens"] or full["batch_size"] * full["block_size"]
+
+
 def stepper(full, device):
-    """A function that runs STEPS micro-steps, each with its optimizer step."""
+    """A function that runs STEPS optimizer steps, each with the micro-steps that train.py takes."""
     config = GPTConfig(**{field.name: full[field.name] for field in fields(GPTConfig)})
-    kind = torch.device(device).type
-    dtype = pick_dtype(full["dtype"], kind)
-    compiled = can_compile(kind) if full["compile"] is None else full["compile"]
-    how = {"optimizer": full["optimizer"], "compile": compiled}
-    how |= {"loss_chunk": full["loss_chunk"], "recompute": full["recompute"]}
-    step = bench.stepper(config, full["batch_size"], device, dtype, **how)[0]
+    share = tokens_of(full) // config.block_size
+    sequences = max(n for n in range(1, min(full["batch_size"], share) + 1) if share % n == 0)
+    how = {"micro_steps": share // sequences, "optimizer": full["optimizer"]}
+    how |= {"compile": compiles(full), "recompute": full["recompute"]}
+    how |= {"loss_chunk": full["loss_chunk"]}
+    dtype = pick_dtype(full["dtype"], torch.device(device).type)
+    step = bench.stepper(config, sequences, device, dtype, **how)[0]
     return lambda: [step() for _ in range(STEPS)]
-
-
-# ------------------------------------------------------------------------------------------------
-# Statistics
-
-T95 = (None, None, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # by pairs
-
-
-def paired(a, b):
-    """Mean of a - b over pairs, and half the width of its 95% interval."""
-    return interval(minus(a, b))
-
-
-def minus(a, b):
-    return [x - y for x, y in zip(a, b, strict=True)]
-
-
-def interval(values):
-    """The mean of values, and half the width of its 95% interval."""
-    n = len(values)
-    half = T95[n] * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.inf
-    return statistics.mean(values), half
-
-
-def p_value(gap, n):
-    """The chance of so large a difference. gap: what paired returns for n pairs."""
-    difference, half = gap
-    return 1 - within(abs(difference) / half * T95[n], n - 1) if half else 0.0
-
-
-def within(t, freedom):
-    """The probability that |T| < t, for Student's T (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
-    angle = math.atan(t / math.sqrt(freedom))
-    odd = freedom % 2
-    term = math.cos(angle) if odd else 1.0
-    total = 0.0
-    for i in range(freedom // 2):
-        total += term
-        k = 2 * i + 1 + odd
-        term *= math.cos(angle) ** 2 * k / (k + 1)
-    sum_of_terms = math.sin(angle) * total
-    return 2 / math.pi * (angle + sum_of_terms) if odd else sum_of_terms
-
-
-def gap_of(ours, theirs):
-    """paired, of the losses of lines. None if a run diverged."""
-    losses = [[line["loss"] for line in lines] for lines in (ours, theirs)]
-    return None if None in sum(losses, []) else paired(*losses)
-
-
-def median_interval(values):
-    """The median of independent values between the ends of its 95% interval.
-
-    The number of values below the true median has mean n/2 and standard deviation sqrt(n)/2.
-    """
-    values = sorted(values)
-    below = max(0, math.floor((len(values) - 1.96 * math.sqrt(len(values))) / 2))
-    return values[below], statistics.median(values), values[-1 - below]
-
-
-def gap_at(length, losses, by_length):
-    """paired, with other runs interpolated at a length. by_length: {length: their losses}"""
-    return paired(losses, losses_at(length, by_length))
-
-
-def losses_at(length, by_length):
-    """The loss of each seed, interpolated at a length. by_length: {length: losses}"""
-    curves = [dict(zip(by_length, of_seed)) for of_seed in zip(*by_length.values())]
-    return [at_length(length, curve) for curve in curves]
-
-
-def at_length(length, losses):
-    """Interpolate {length: loss}: a parabola in log(length), through the three nearest lengths."""
-    if not min(losses) <= length <= max(losses):
-        raise ValueError(f"length {length:g} is not between those trained: {sorted(losses)}")
-    near = sorted(losses, key=lambda known: abs(math.log(known / length)))[:3]
-    value = 0.0
-    for a in near:  # Lagrange's form
-        weight = 1.0
-        for b in near:
-            if b != a:
-                weight *= math.log(length / b) / math.log(a / b)
-        value += weight * losses[a]
-    return value
-
-
-def plus_minus(interval):
-    return "{:+.4f} ± {:.4f}".format(*interval)
 
 
 def table(header, rows):
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
-
-
-# ------------------------------------------------------------------------------------------------
-# Figures
-
-
-def pyplot():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def saved(figure, path):
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    pyplot().close(figure)

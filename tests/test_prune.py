@@ -306,8 +306,7 @@ def test_eval_measures_a_text_of_two_rows_and_keeps_parts_before_one_that_fails(
 def test_the_study_measures_loss_and_time(data, trained, tmp_path, run):
     tokens = dict(score_tokens=512, eval_tokens=1024, rounds=2)
     script("runs/prune.py", out_dir=trained / run, results=tmp_path / "x", **tokens)
-    lines = [json.loads(line) for line in open(tmp_path / "x.jsonl")]
-    assert (tmp_path / "x.png").stat().st_size > 5000
+    lines = [json.loads(line) for line in open(tmp_path / "x")]
     n = 8 if run == "dense" else 4
     counts = {"sublayer": n // 2 + 1, "block": n // 4 + 1}
     assert len(lines) == 5 * sum(counts.values())

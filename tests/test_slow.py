@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread, Timer
@@ -368,44 +367,6 @@ def test_writing_stops_at_stop_strings_and_end_of_text(monkeypatch):
 # Studies, speed, README, GUIDE
 
 
-def test_the_classroom_comes_out_as_expected(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(os.path.join(HERE, "runs"))
-    import classroom
-    import study
-
-    monkeypatch.setattr(study, "ROOT", tmp_path)
-    how = dict(data_dir=str(data), steps=30, stack_steps=60)
-    for key, value in how.items():
-        monkeypatch.setattr(classroom, key, value)
-    stacks = {case: classroom.STACKS[case] for case in ("B", "2 layers")}
-    monkeypatch.setattr(classroom, "STACKS", stacks)
-    for _ in range(2):  # the second time all lines are there
-        classroom.stacks()
-        classroom.transformer()
-    printed = capsys.readouterr().out
-    assert printed.count("| explosion | explosion |") == 2
-    lost = [
-        f"{n}.{kind}" for n in ("query", "key", "value", "out_proj") for kind in ("weight", "bias")
-    ]
-    assert printed.count(f"| {', '.join(lost)} |") == 2 * 2  # two rates
-    lines = study.read("classroom")
-    assert len(lines) == 2 + 3 + 1 + 6
-    assert lines[1]["steps"] == 60 and lines[1]["last"] < lines[1]["first"]
-    kaiming = next(line["variance"] for line in lines if line["settings"].get("start") == "kaiming")
-    assert max(kaiming) / min(kaiming) < 4  # the aim of kaiming
-    import report
-
-    ids = classroom.characters().numpy()[classroom.Windows(str(data), "train", 1).shards[0]]
-    pairs, firsts = Counter(zip(ids[:-1], ids[1:])), Counter(ids[:-1])
-    nats = -sum(n * math.log(n / firsts[a]) for (a, _), n in pairs.items()) / pairs.total()
-    assert report.transformers()["entropy"] == pytest.approx(nats, abs=1e-4)
-    rows = report.transformers()["table"]
-    assert rows.count("| - | 0.") == 2  # W_V has no gradient, W_up has one
-    assert rows.count("| query, key, value, out_proj |") == 2
-    report.figures.classroom(tmp_path / "a.png", classroom.finished())
-    assert (tmp_path / "a.png").stat().st_size > 1000
-
-
 def test_a_study_trains_and_measures_a_real_run(data, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(os.path.join(HERE, "runs"))
     import study
@@ -428,17 +389,12 @@ THEORY = os.path.join(HERE, "runs", "bhyt_theory.py")
 
 
 @torch.no_grad()
-@cases("activation", ["gelu", "relu", "swiglu"])
-def test_the_theory_of_bhyt_holds_for_independent_inputs(activation):
+def test_the_theory_of_bhyt_holds_for_independent_inputs():
     theory = runpy.run_path(THEORY)
-    model = tiny(residual="bhyt", n_embd=64, n_head=4, n_kv_head=2, activation=activation)
+    model = tiny(residual="bhyt", n_embd=64, n_head=4, n_kv_head=2)
     block = shaken(model).blocks[0]
-    mlp, gain, norm = block.mlp, block.mlp_residual.norm.gain, block.attn_residual.norm
-    if mlp.gate is None:  # random signs: the theory assumes uncorrelated hidden units
-        mlp.down.weight.mul_(torch.randn_like(mlp.down.weight).sign())
-    sampled = mlp(0.7 * gain * torch.randn(20000, 64)).square().mean().item()
-    assert theory["mlp_variance"](mlp, gain, 0.49) == pytest.approx(sampled, rel=0.15)
-    x = torch.randn(4000, 32, 64) * norm.gain * norm.lam / norm.kappa
+    norm = block.attn_residual.norm
+    x = torch.randn(4000, 32, 64) * norm.gain * norm.lam / bhyt.KAPPA
     v = block.attn.wv(x).mean(1).view(-1, 2, 1, 16).expand(-1, 2, 2, 16)  # uniform attention
     sampled = block.attn.wo(v.flatten(1)).square().mean().item()
     assert theory["added_variance"](block, 32, True).item() == pytest.approx(sampled, rel=0.05)
@@ -472,9 +428,7 @@ def test_the_script_of_bhyt_s_theory_reports_what_was_measured(data, tmp_path, m
         assert report[key] == pytest.approx(values, rel=1e-2 if key == "RMSE" else 1e-3), key
     bounds = zip(report["output, at least"], own["output"], report["output, at most"])
     assert all(least < out < most for least, out, most in [*bounds][::2])
-    assert all(0 < a < b for a, b in zip(report["recursion"]["least"], report["recursion"]["most"]))
     assert max(report["saturated"]) < 0.01
-    assert {"predicted.png", "bounded.png"} <= set(os.listdir(tmp_path / "bhyt"))
 
 
 def test_nag_compiles_to_one_kernel_forward_and_one_backward():

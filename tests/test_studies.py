@@ -7,19 +7,16 @@ import statistics
 import sys
 from types import SimpleNamespace
 
-import claims
 import judge
 import lead
-import oracle
 import pytest
-import report
+import stats
 import study
+import tables
 import torch
-import torch.nn.functional as F
 
-import mod
 from model import GPT, RESIDUALS, GPTConfig
-from test_all import EXTRAS, HERE, cases, shaken, some_ids, tiny
+from test_all import HERE, cases
 
 
 @pytest.fixture
@@ -147,42 +144,52 @@ def test_a_diverged_run_gets_a_line_but_a_failed_one_does_not(
 
 def test_intervals_and_interpolation():
     a, b = [1.0, 2.0, 4.0], [1.5, 2.1, 4.2]
-    mean, half = study.paired(a, b)
+    mean, half = stats.paired(a, b)
     differences = [-0.5, -0.1, -0.2]
     assert mean == pytest.approx(statistics.mean(differences))
-    assert half == pytest.approx(4.303 * statistics.stdev(differences) / math.sqrt(3))
+    assert half == pytest.approx(4.302653 * statistics.stdev(differences) / math.sqrt(3))
     parabola = lambda length: 3 - math.log(length) + 0.1 * math.log(length) ** 2
     by_length = {length: parabola(length) for length in (100, 200, 800, 3000)}
     for length in (100, 150, 400, 3000):
-        assert study.at_length(length, by_length) == pytest.approx(parabola(length))
+        assert stats.at_length(length, by_length) == pytest.approx(parabola(length))
     with pytest.raises(ValueError, match="not between those trained"):
-        study.at_length(99, by_length)
+        stats.at_length(99, by_length)
 
 
 def test_the_chance_of_a_difference_is_a_twentieth_at_the_edge_of_its_interval():
     for n in range(2, 11):
-        assert study.p_value((0.3, 0.3), n) == pytest.approx(0.05, abs=1e-4)
-    assert study.p_value((-0.1, 0.2), 5) > 0.05 > study.p_value((-0.3, 0.2), 5)
+        assert stats.p_value((0.3, 0.3), n) == pytest.approx(0.05, abs=1e-4)
+    assert stats.p_value((-0.1, 0.2), 5) > 0.05 > stats.p_value((-0.3, 0.2), 5)
     t, freedom = 2.0, 4  # the closed form of this case
     x = t / math.sqrt(freedom + t * t)
-    assert study.within(t, freedom) == pytest.approx(x * (1.5 - 0.5 * x * x))
+    inside = x * (1.5 - 0.5 * x * x)
+    half = 2.776445  # from a table: the interval of a difference of t standard errors of 1
+    assert stats.p_value((t, half), 5) == pytest.approx(1 - inside, abs=1e-6)
 
 
-def test_holms_correction_needs_a_smaller_chance_for_the_smallest(monkeypatch):
-    at = lambda p: {"mode": f"{p}", "steps": p}
-    monkeypatch.setattr(study, "p_value", lambda steps, n: steps)
-    for chances, kept in (([0.04, 0.01], 2), ([0.04, 0.03], 0), ([0.02, 0.06, 0.01], 2)):
-        monkeypatch.setattr(report, "compared", lambda of=chances: map(at, of))
-        assert len(report.survivors()) == kept
+def test_identical_runs_do_not_differ():
+    same = stats.paired([1.0, 1.2, 0.9], [1.0, 1.2, 0.9])
+    assert stats.p_value(same, 3) == 1
+    assert stats.p_value((0.1, 0.0), 3) == 0
+    found = stats.holm({"same": same, "other": (-0.1, 0.001)}, 3)
+    assert found == {"same": "undecided", "other": "better"}
+    assert stats.verdict([same]) == "undecided"
+
+
+@cases("chances, kept", [([0.04, 0.01], 2), ([0.04, 0.03], 0), ([0.02, 0.06, 0.01], 2)])
+def test_holms_correction_needs_a_smaller_chance_for_the_smallest(monkeypatch, chances, kept):
+    monkeypatch.setattr(stats, "p_value", lambda gap, n: gap[1])
+    found = stats.holm({i: (1.0, chance) for i, chance in enumerate(chances)}, 5)
+    assert [*found.values()].count("worse") == kept
 
 
 def test_the_interval_of_a_median_contains_it_in_95_of_100_cases():
     draws = torch.randn(400, 45, generator=torch.Generator().manual_seed(0)).exp().tolist()
-    intervals = [study.median_interval(values) for values in draws]
+    intervals = [stats.median_interval(values) for values in draws]
     inside = sum(low <= 1 <= high for low, _, high in intervals)  # the median of exp(normal) is 1
     assert 0.93 <= inside / 400 <= 0.99
     assert all(low <= middle <= high for low, middle, high in intervals)
-    assert study.median_interval([3.0, 1.0, 2.0]) == (1.0, 2.0, 3.0)
+    assert stats.median_interval([3.0, 1.0, 2.0]) == (1.0, 2.0, 3.0)
 
 
 @cases("gain, ratio, words", [
@@ -209,7 +216,7 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
         return loss + 0.3 * math.sin(full["seed"]) + alone
 
     monkeypatch.setattr(study, "train", trainer(loss_of, trained))
-    monkeypatch.setattr(study, "probe", lambda settings: 0.1)
+    monkeypatch.setattr(study, "probe", lambda settings: 9.0)
     monkeypatch.setattr(study, "stepper", lambda full, device: full["residual"])
     seconds = {"prenorm": [0.1, 0.2, 0.1], "nag": [0.1 * ratio, 0.2 * ratio, 0.1 * ratio]}
     monkeypatch.setattr(study.bench, "race", lambda steps, rounds: seconds)
@@ -222,9 +229,11 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     rows = [line.split(" | ") for line in lines if line.startswith("| nag")]
     assert rows[0] == rows[1]
     assert (place / "out" / "judge.png").stat().st_size > 0
+    longest = 2.0 if ratio > 1.4 else 1.4
     steps = 4200 * (1 + ratio) + 2000 * (0.7 + 1.4 + 2.0 * (ratio > 1.4))
+    steps += 3 * 400 * (0.7 + longest)  # the rate is tuned again at the ends
     assert lines[1].startswith("no runs of prenorm for this scale")
-    assert lines[2] == f"about {steps * 0.1 / 2 / 3600:.1f} hours" and "about 0.0 hours" in lines
+    assert lines[2] == f"about {steps * 9.0 / 2 / 3600:.1f} hours" and "about 0.0 hours" in lines
     row = rows[0]
     assert (row[4], row[7]) == words
     assert float(row[3].split()[0]) == pytest.approx(-gain, abs=2e-3)
@@ -244,6 +253,73 @@ def test_the_baseline_is_trained_as_long_as_the_slowest_mode_needs():
     assert judge.lengths({"a": [9, 9, 9]}) == judge.LENGTHS
 
 
+def test_the_baseline_has_its_own_rate_at_the_shortest_and_the_longest_length():
+    asked = []
+
+    def lines_of(runs):
+        """The best rate halves whenever the length doubles."""
+        asked.extend(runs)
+        distance = lambda run: math.log2(run["learning_rate"] * run["max_iters"] / (0.016 * 400))
+        return [{"loss": abs(distance(run))} for run in runs]
+
+    scale = study.parse([judge.SCALE, "--max_iters=400"])
+    tuned = {"learning_rate": 0.016, "gate_lr": 0.064}
+    lengths = (0.5, 1.4, 2.8, 4.0)
+    found = judge.choices_at(scale, "prenorm", tuned, lines_of, lengths)
+    rates = {at: choice["learning_rate"] for at, choice in found.items()}
+    assert rates == {0.5: 0.032, 1.4: 0.016, 2.8: 0.004, 4.0: 0.004}
+    assert all(choice["gate_lr"] == 4 * choice["learning_rate"] for choice in found.values())
+    assert {run["max_iters"] for run in asked} == {200, 1600}
+    assert {run["seed"] for run in asked} == {0}
+    assert judge.choices_at(scale, "nag", tuned, lines_of, ()) == {}
+
+
+def test_the_figure_cuts_no_interval_and_hides_no_point(tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    gaps = {"nag": (-0.02, 0.01), "bhyt": (0.01, 0.005), "dyt": (0.04, 0.02), "none": (0.4, 0.1)}
+    found = [{"mode": mode, "steps": gap, "times": [gap] * 3} for mode, gap in gaps.items()]
+    found.append({"mode": "lns", "steps": None, "times": []})  # it diverged
+    judge.draw(tmp_path / "out" / "a.png", found, {"nag": "NAG"})
+    figure = pyplot.gcf()
+    (axes,) = figure.axes
+    left, right = axes.get_xlim()
+    lines = [part for bars in axes.collections for part in bars.get_segments()]
+    assert len(lines) == 2 * 2
+    assert all(left < x < right for line in lines for x, _ in line)
+    arrows = [text.get_text().split()[0] for text in axes.texts]
+    assert sorted(arrows) == ["+0.040", "+0.040", "+0.400", "+0.400"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["NAG", "bhyt", "dyt", "none"]
+    legend = figure.legends[0].get_window_extent()
+    assert legend.y0 >= axes.get_window_extent().y1
+    assert (tmp_path / "out" / "a.png").stat().st_size > 0
+
+
+@cases("total, micro_steps", [(None, 1), (256, 2), (512, 4), (64, 1)])
+def test_a_timed_step_has_the_micro_steps_of_training(monkeypatch, total, micro_steps):
+    rows, updates = [], []
+
+    class Counted(GPT):
+        def forward(self, idx, targets):
+            rows.append(len(idx))
+            return super().forward(idx, targets)
+
+        def after_step(self):
+            updates.append(1)
+            super().after_step()
+
+    monkeypatch.setattr(study.bench, "GPT", Counted)
+    small = "--n_layer=1 --n_head=2 --n_embd=16 --block_size=32 --batch_size=4 --compile=False"
+    settings = study.parse([*small.split(), f"--total_batch_tokens={total}"])
+    run = study.stepper(study.DEFAULTS | settings, "cpu")
+    updates.clear()  # a new model calls after_step once
+    run()
+    assert len(updates) == study.STEPS
+    assert len(rows) == study.STEPS * micro_steps
+    assert sum(rows) * 32 == study.STEPS * (total or 4 * 32)
+
+
 def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypatch):
     loss = {"prenorm": 2.0, "nag": 1.9, "bhyt": 1.95}
 
@@ -260,7 +336,7 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
     lines = {at: study.run("lead", of_seeds) for at, of_seeds in runs.items()}
     found = {(name, value): rest for name, value, *rest in lead.rows(lines, changes)}
     differences = [-0.1 + 0.001 * seed**2 for seed in lead.SEEDS]
-    mean, half = study.paired(differences, [0.0] * 3)
+    mean, half = stats.paired(differences, [0.0] * 3)
     assert found["nag", 8000][1] == pytest.approx((mean, half))
     assert found["bhyt", 1000][1] == pytest.approx((-0.05, 0.0))
 
@@ -329,221 +405,82 @@ def test_the_names_of_a_plan_are_different_models(what):
     assert len(keys) == len(changes)
 
 
-@cases("interval, word", [
-    ((-0.02, 0.01), "holds"), ((0.02, 0.01), "does not hold"), ((-0.02, 0.03), "undecided"),
+# ------------------------------------------------------------------------------------------------
+# The pages
+
+
+def pages():
+    return {page: open(f"{HERE}/{page}").read() for page in tables.PAGES}
+
+
+def test_the_tables_and_numbers_of_the_pages_are_those_of_the_results():
+    for page, text in pages().items():
+        assert tables.filled(text) == text, f"{page}: run python runs/tables.py"
+
+
+def test_every_interval_in_the_prose_is_in_a_table():
+    texts = pages().values()
+    interval = re.compile(r"[+-][\d.]+ ± [\d.]+")
+    rows, prose = "", ""
+    for text in texts:
+        for line in text.splitlines(keepends=True):
+            if line.startswith("|"):
+                rows += line
+            else:
+                prose += line
+    found = set(interval.findall(prose))
+    assert found and found <= set(interval.findall(rows))
+    assert len(interval.findall(prose)) == prose.count("±")
+
+
+@cases("mark, message", [
+    ("<!-- table: mode -->\n<!-- end -->", "no table 'mode': choose from modes, "),
+    ("<!-- modus/nag/loss -->1<!-- -->", "no table 'modus': choose from modes, "),
+    ("<!-- modes/nag/los -->1<!-- -->", "no column 'los': choose from mode, parameters, loss"),
+    ("<!-- modes/nagg/loss -->1<!-- -->", "has 0 rows 'nagg': choose one from prenorm, "),
+    ("<!-- lengths/nag/steps -->1<!-- -->", "has 5 rows 'nag'"),
+    ("<!-- modes/nag/loss -->1", "a mark has no end"),
+    ("<!-- table: modes -->\n", "a mark has no end"),
 ])  # fmt: skip
-def test_a_claim_holds_if_its_whole_interval_has_the_right_sign(interval, word):
-    assert claims.sign(interval) == word
-    opposite = {"holds": "does not hold", "does not hold": "holds"}.get(word, word)
-    assert claims.sign(interval, wanted=1) == opposite
+def test_an_unknown_mark_is_an_error_that_lists_the_known_ones(mark, message):
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        tables.filled(f"Text {mark} text\n")
 
 
-@cases("ours, theirs, word", [
-    ([1.0, 2.0], [2.5, 9.0], "holds (one seed)"), ([3.0], [1.0, 2.0], "does not hold (one seed)"),
-    ([1.0, 3.0], [2.5, 9.0], "undecided: depends on the learning rate"),
-])  # fmt: skip
-def test_a_claim_about_one_seed_must_hold_at_all_learning_rates(ours, theirs, word):
-    assert claims.below(ours, theirs) == word
-    assert claims.spread(theirs) == " to ".join(f"{value:g}" for value in theirs)
+def test_a_mode_without_a_verdict_is_not_judged_yet(monkeypatch):
+    monkeypatch.setitem(RESIDUALS, "keel", RESIDUALS["prenorm"])
+    row = "| Keel | `keel` | x | <!-- modes/keel/verdict -->x<!-- --> |\n"
+    assert "-->not judged yet<!--" in tables.filled(row)
+    assert tables.names_in_words(row) == {"keel": "Keel"}
+    assert "keel" not in {cells[0] for cells in tables.modes()[1]}
 
 
-@cases("words, word", [
-    (["holds", "holds"], "holds"), (["holds", "undecided"], "undecided"),
-    (["undecided", "does not hold"], "does not hold"),
-])  # fmt: skip
-def test_a_claim_with_several_parts_holds_if_all_of_them_do(words, word):
-    assert claims.all_of(words) == word
-
-
-def test_nag_gains_with_depth_if_its_lead_grows_for_each_seed():
-    at = lambda base: [{"loss": base + 0.1 * seed} for seed in range(3)]
-    blocks = {("prenorm", n): at(2.0) for n in (4, 16)} | {("nag", 4): at(1.9)}
-    assert not [*claims.gain_by_depth(blocks)]  # one depth only
-    ((words, _, ours, verdict),) = claims.gain_by_depth(blocks | {("nag", 16): at(1.7)})
-    assert "more with 16 blocks than with 4" in words
-    assert ours == "4 blocks: 0.1000, 16 blocks: 0.3000; growth +0.2000 ± 0.0000"
-    assert verdict == "holds"
-    ((*_, shrinks),) = claims.gain_by_depth(blocks | {("nag", 16): at(1.95)})
-    assert shrinks == "does not hold"
-    assert not [*claims.gain_by_depth(blocks | {("nag", 16): [{"loss": None}] * 3})]
-
-
-def test_a_mixture_of_depths_has_a_row_as_soon_as_its_seeds_have_finished(monkeypatch):
-    line = {"flops": 10.0, "skipped": 0.0}
-    found = {"nag": [line | {"loss": 1.0 + 0.1 * seed} for seed in range(3)]}
-    for router, gap in (("NAG's", 0.01), ("learned", 0.03)):
-        lines = [{"loss": own["loss"] + gap, "flops": 6.0, "skipped": 0.4} for own in found["nag"]]
-        found[f"{router} router 0.4"] = lines
-    found["random router 0.4"] = [line | {"loss": None}] * 3
-    found |= {f"nag with {n} blocks": found["nag"] for n in (5, 6)}
-    at_4_mb = lambda what: {(name, 4000): lines for name, lines in found.items()}
-    monkeypatch.setattr(report, "lead_lines", at_4_mb)
-    monkeypatch.setattr(report, "lead_ratios", lambda what: {"NAG's router 0.4": (0.7, 0.75, 0.8)})
-    rows = report.mixtures()["table"].splitlines()[2:]
-    gap = "+0.0100 ± 0.0000 | worse |  |  |"
-    assert rows[0] == f"| NAG's router 0.4 | 40.0% | 0.60 | 0.75 | 1.1100 | {gap}"
-    assert rows[2].split(" | ")[5] == "diverged"
-
-    assert report.mixture_values() is None  # no dense model at other lengths
-    found["random router 0.4"] = found["learned router 0.4"]
-    longer = {steps: [{"loss": 2.0 - steps / 4000 + 0.1 * seed, "flops": 10.0, "steps": steps}
-                      for seed in range(3)] for steps in (2000, 4000, 8000)}  # fmt: skip
-    for steps, lines in longer.items():
-        for line in lines:
-            line["flops"] *= steps / 4000
-    monkeypatch.setattr(report, "dense_lines", lambda: longer)
-    values = report.mixture_values()
-    assert values["own"] == "+0.0100 ± 0.0000" and values["learned"] == "+0.0300 ± 0.0000"
-    assert values["flops_own"] == 0.6
-    dense_at_2400 = study.at_length(0.6, {0.5: 1.5, 1.0: 1.0, 2.0: 0.0})
-    assert float(values["equal_own"].split()[0]) == pytest.approx(1.01 - dense_at_2400, abs=1e-4)
-
-    claimed = {row[0]: row[2:] for row in claims.depths(found, {}, report.Earlier())}
-    by_router = "On NAG's stream, NAG's router is better than a learned one (40%)"
-    assert claimed[by_router] == ("-0.0200 ± 0.0000", "holds")
-    on_prenorm = [found for words, (found, _) in claimed.items() if "than pre-norm" in words]
-    assert len(on_prenorm) == 2 and all(text.endswith("(short runs)") for text in on_prenorm)
-    found["learned router 0.4"] = [line | {"loss": None}] * 3
-    assert report.mixture_values() is None
-    assert by_router not in {row[0] for row in claims.depths(found, {}, report.Earlier())}
-
-
-def test_readme_has_a_verdict_for_each_judged_mode(monkeypatch):
-    monkeypatch.setattr(report, "readme_verdicts", lambda: {"nag": ("+1", "worse")})
-    monkeypatch.setattr(report, "first_page", lambda: "PAGE\n")
-    readme = report.readme(open(f"{HERE}/README.md").read())
+def test_readme_has_a_row_for_each_mode():
+    readme = pages()["README.md"]
     rows = [line for line in readme.splitlines() if re.search(r"\| `\w+` \|", line)]
     assert {re.search(r"`(\w+)`", row)[1] for row in rows} == set(RESIDUALS)
-    for row in rows:
-        cells = "+1 | worse" if "`nag`" in row else "not judged yet | "
-        assert row.endswith(f"| {cells} |") and row.count(" | ") == 4
-    assert report.START + "PAGE\n" + report.END in readme
-
-
-def test_readme_groups_the_verdicts_with_adamw(monkeypatch):
-    found = {"diverged": None, "loss": 1.0, "ratio": 1.0, "times": []}
-    gaps = {"nag": (-0.1, 0.01), "lns": (0.02, 0.01), "bhyt": (0.03, 0.01)}
-    each = [found | {"mode": mode, "steps": gap} for mode, gap in gaps.items()]
-    each[1]["times"] = [gaps["bhyt"]] * 3
-    monkeypatch.setattr(report, "by_difference", lambda optimizer: each)
-    words = report.adamw_in_words()
-    assert words.startswith("- **With AdamW** in place of Muon (`nag`, `lns` and `bhyt`; 3 seeds):")
-    verdicts = "at equal steps `nag` is better, 2 worse; at equal time no mode is better, 1 worse"
-    assert words.endswith(f" {verdicts}, 2 without a verdict.")
-
-
-def skipping(model, layer, token):
-    """Give one sublayer a router that only this token does not pass."""
-    block, runs = model.blocks[layer // 2], torch.arange(32) != token
-    name = "mlp_router" if layer % 2 else "attn_router"
-
-    def route(run, residual, h, stream, scale):
-        return mod.Router.write(router, residual, run(h), runs[:, None], 1, stream, scale, None)
-
-    router = SimpleNamespace(v=None, learned=False)
-    setattr(block, name, route)
-    return block, name
-
-
-@cases("mode", ["prenorm", "nag", "postnorm", "mixln", "x0mix"])
-def test_the_oracle_equals_a_forward_in_which_one_token_skips_one_sublayer(mode):
-    model, idx = shaken(tiny(residual=mode, **EXTRAS)).eval(), some_ids()[:1]
-    y = idx.roll(-1, 1)
-    rises, seen = oracle.look(model, idx, y)
-    loss = lambda: F.cross_entropy(model(idx)[0][0], y[0], reduction="sum").item()
-    whole = loss()
-    for layer, token in ((0, 0), (1, 5), (2, 30), (3, 31)):
-        block, name = skipping(model, layer, token)
-        rise = loss() - whole
-        setattr(block, name, None)
-        assert rises[layer, token].item() == pytest.approx(rise, abs=2e-3)
-    assert seen["input"].shape == (4, idx.size(1), model.config.n_embd)
-
-
-def test_the_oracle_knows_a_perfect_score_from_a_random_one():
-    rise = torch.randn(4, 2000, generator=torch.Generator().manual_seed(0)).exp()
-    inputs = torch.randn(4, 2000, 8)
-    inputs[..., 3] = rise
-    seen = {"turn": torch.zeros_like(rise), "update": 2 * rise, "angle": -rise, "input": inputs}
-    found = oracle.compare(rise, seen)
-    assert "turn" not in found  # a mode without rotation
-    assert found["update"]["rank correlation"] == pytest.approx([1] * 4)
-    assert found["update"]["regret"] == pytest.approx([0] * 4)
-    assert found["angle"]["rank correlation"] == pytest.approx([-1] * 4)
-    assert min(found["probe"]["rank correlation"]) > 0.8
-    assert max(map(abs, found["random"]["rank correlation"])) < 0.1
-    assert min(found["random"]["regret"]) > max(found["probe"]["regret"]) > 0
-
-
-def test_the_pages_can_be_written_from_few_runs(monkeypatch):
-    """Somebody who judged one mode on other data has no other runs."""
-    few = tuple({mode: each[mode] for mode in ("prenorm", "nag")} for each in report.judged())
-    monkeypatch.setattr(
-        report, "judged", lambda optimizer="muon": few if optimizer == "muon" else ({}, {})
-    )
-    monkeypatch.setattr(
-        report, "compared", lambda optimizer="muon": [*judge.compared(*report.judged(optimizer))]
-    )
-    monkeypatch.setattr(report, "slower_baseline", lambda: None)
-    monkeypatch.setattr(report, "lead_lines", lambda what: {})
-    page, readme = report.markdown(), report.readme(open(f"{HERE}/README.md").read())
-    assert "| nag | 526,506 |" in page and "| mhc |" not in page.partition("## Speed")[0]
-    assert "1 modes against pre-norm" in readme and "`mhc` takes" not in readme
+    assert all(row.count(" | ") == 3 for row in rows)
+    assert tables.names_in_words(readme)["nag"] == "NAG, norm-agnostic"
 
 
 def test_sentences_written_by_hand_agree_with_the_results():
-    cells = lambda table: [row.split(" | ") for row in table.splitlines()[2:]]
-    means = [float(row[1]) for row in cells(report.gates()["table"])]
-    assert means == sorted(means)  # "|a| grows"
+    head, rows = tables.modes()
+    better = {row[0] for row in rows if row[head.index("verdict")] == "better"}
+    assert better == {"mhc", "attnres", "hc", "attnres_block"}
+    assert "better" not in [row[head.index("verdict at equal time")] for row in rows]
+    assert better - {row[0] for row in rows if row[head.index("after Holm")] != "better"} == {
+        "mhc", "attnres",
+    }  # fmt: skip
 
-    at_1000 = report.lead_lines("tokens")["nag", 1000]
-    high = [line["loss"] > 1.2 for line in at_1000]
-    assert sum(high) == 2  # "bad for two of the three new seeds"
-    assert high == [line["gates"]["dead"] > 0 for line in at_1000]  # "sublayers closed in"
-
+    lines = tables.lead_lines("tokens")
     half = "prenorm at half the rate"
     for name, steps in (("prenorm", 4000), (half, 8000), (half, 16000)):
-        below, middle, above = sorted(x["loss"] for x in report.lead_lines("tokens")[name, steps])
-        assert above - middle > 2 * (middle - below)  # "one of the three new seeds", BAD_SEED
-
-    prenorm = report.lead_lines("tokens")["prenorm", 4000]
-    bad = max(prenorm, key=lambda line: line["loss"])
-    again = study.finished("another_cpu").values()
-    again = [line for line in again if line["settings"]["max_iters"] == 4000]
-    assert max(again, key=lambda line: line["loss"])["key"] == bad["key"]  # "is high again"
-    for name in ("attnres", "mhc"):
-        of_mode = report.lead_lines("tokens")[name, 4000]
-        by_seed = study.minus(judge.losses(of_mode), judge.losses(prenorm))
-        assert max(by_seed) < 0  # "lower with every seed, but undecided"
-        assert judge.verdict([study.interval(by_seed)]) == "undecided"
-        gap, from_half = dict(p[:2] for p in report.lead_points("tokens")[name])[8000]
-        words = judge.verdict([gap]), judge.verdict([from_half])
-        assert words == ("better", "undecided")  # "With 8,000 steps, both are better"
-
-    too_low = [float(row[1]) > float(row[2]) for row in cells(report.variance()["table"])]
-    assert all(too_low)  # "is too low in all blocks"
-
-    regrets = {tuple(row[:2]): float(row[3]) for row in cells(report.oracle()["table"])}
-    for (mode, score), regret in regrets.items():  # "better than chance"
-        assert score == "random" or regret < regrets[mode, "random"]
-
-    factors = {row[0].lstrip("| "): row[4] for row in cells(report.conversion()["table"])}
-    assert factors["bhyt"].startswith("0.1 ") and factors["nag"].startswith("0.3 ")  # GUIDE
-
-
-def test_the_page_of_results_is_the_one_that_the_report_writes():
-    results, readme = (open(f"{HERE}/{name}").read() for name in ("RESULTS.md", "README.md"))
-    hint = "results/ has changed: run python runs/report.py"
-    assert results == report.markdown(), hint
-    assert readme == report.readme(readme), hint
-
-
-def test_every_recorded_run_and_time_is_found_by_its_settings():
-    """A new default or a removed setting changes keys. Then results/ needs new keys, too."""
-    for name in ("judge", "lead", "recipe", "convert", "another_cpu"):
-        lines = study.read(name)
-        assert [line["key"] for line in lines if "key" in line] == [
-            study.key(line["settings"]) for line in lines if "key" in line
-        ]
-        for line in (line for line in lines if "race" in line):
-            assert line["race"] == [study.key(settings) for settings in line["runs"]]
+        low, middle, high = sorted(stats.losses_of(lines[name, steps]))
+        assert high - middle > 2 * (middle - low)  # "One bad seed"
+    for mode in ("mhc", "attnres"):
+        for steps in (4000, 8000):
+            losses = (stats.losses_of(lines[name, steps]) for name in (mode, "prenorm"))
+            assert max(stats.minus(*losses)) < 0  # "lower than pre-norm with every seed"
+    assert sum(line["loss"] > 1.2 for line in lines["nag", 1000]) == 2  # "bad for two"
+    factors = {row[0]: row[-1] for row in tables.table_of("conversion")[1]}
+    assert (factors["bhyt"], factors["nag"]) == (0.1, 0.3)  # GUIDE.md

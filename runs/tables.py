@@ -1,0 +1,446 @@
+"""
+Fill the marked tables and numbers of the pages in PAGES from results/, and draw README's figure.
+
+    python runs/tables.py
+
+People write the text. A marked table has its name in front of it, and a marked number
+the name of a table, a row and a column. Rendered pages do not show the marks:
+
+    <!-- table: modes -->
+    ...
+    <!-- end -->
+
+    NAG ends at <!-- modes/nag/loss -->0.9891<!-- -->.
+
+A row is named by its first cells, as many as it takes to tell it from the others.
+"""
+
+import json
+import math
+import re
+import statistics
+from contextlib import suppress
+from functools import cache, partial
+from itertools import product
+from statistics import mean
+
+import conversion
+import judge
+import lead
+import recipe
+import stats
+import study
+from stats import gap_of, losses_of, minus, paired, plus_minus, verdict
+from study import ROOT, NotFinished, find, read
+
+from model import RESIDUALS
+
+RESULTS = ROOT / "results"
+PAGES = ("RESULTS.md", "results/more.md", "README.md")
+SEEDS = {"muon": judge.seeds, "adamw": 3}  # seeds of the judge's runs, with each optimizer
+BASELINE = judge.baseline
+
+
+def load(name):
+    return json.loads((RESULTS / name).read_text())
+
+
+# ------------------------------------------------------------------------------------------------
+# The judge's runs
+
+
+def scale_of(optimizer):
+    return study.parse([judge.SCALE, f"--optimizer={optimizer}"])
+
+
+@cache
+def judged(optimizer="muon"):
+    """({mode: what judge.train returns}, {mode: median_interval of its time}) of the judged modes.
+
+    The baseline has all lengths that its comparisons need.
+    """
+    scale, lines_of = scale_of(optimizer), partial(find, "judge")
+    trained = {}
+    for mode in RESIDUALS:
+        with suppress(NotFinished):
+            trained[mode] = judge.train(scale, mode, lines_of, SEEDS[optimizer])
+    ratios = study.race("judge", judge.timed(scale, trained), measure=False)
+    choice, lines = trained[BASELINE]
+    lengths = judge.lengths(ratios)
+    choices = dict.fromkeys(lengths, choice)
+    with suppress(NotFinished):  # the first runs are older than the tuning for these lengths
+        choices = judge.choices_at(scale, BASELINE, choice, lines_of, lengths)
+    of_seeds = partial(judge.of_seeds, scale, BASELINE, seeds=SEEDS[optimizer])
+    lines |= {at: lines_of(of_seeds(own, length=at)) for at, own in choices.items()}
+    return trained, ratios
+
+
+@cache
+def compared(optimizer="muon"):
+    """What judge.compare returns for all judged modes, from the best at equal steps to the worst.
+
+    Modes that diverged are last.
+    """
+    found = judge.compared(*judged(optimizer))
+    return sorted(found, key=lambda each: each["steps"] or (math.inf, 0))
+
+
+def verdicts(optimizer):
+    """The judge's table, with the baseline and the verdicts after Holm's correction."""
+    choice, lines = judged(optimizer)[0][BASELINE]
+    own = {"mode": BASELINE, "params": lines[1.0][0]["params"], "choice": choice, "ratio": 1.0}
+    own |= {"loss": mean(losses_of(lines[1.0])), "steps": (0.0, 0.0), "times": []}
+    mode, params, loss, *_, tuned = judge.cells(own | {"diverged": None})
+    rows = [(mode, params, loss, "", "the baseline", "1.00", "", "", "", tuned)]
+    gaps = {each["mode"]: each["steps"] for each in compared(optimizer) if each["steps"]}
+    corrected = stats.holm(gaps, SEEDS[optimizer])
+    for each in compared(optimizer):
+        *cells, tuned = judge.cells(each)
+        rows.append((*cells, corrected.get(each["mode"], ""), tuned))
+    *head, last = judge.HEAD
+    return (*head, "after Holm", last), rows
+
+
+def modes():
+    """The same with Muon, and the verdicts against a baseline with half its learning rate."""
+    (*head, last), rows = verdicts("muon")
+    choice, lines = judged()[0][BASELINE]
+    slower = judge.with_rate(choice, choice["learning_rate"] / 2)
+    theirs = find("judge", judge.of_seeds(scale_of("muon"), BASELINE, slower, judge.seeds))
+    found = []
+    for mode, *cells, tuned in rows:
+        gap = gap_of(judged()[0][mode][1][1.0], theirs)
+        found.append((mode, *cells, verdict([gap]) if gap else "", tuned))
+    name, loss = f"{BASELINE} at half its rate", f"{mean(losses_of(theirs)):.4f}"
+    half = (name, rows[0][1], loss, *decided([gap_of(theirs, lines[1.0])]))
+    found.insert(1, (*half, *[""] * 6))
+    return (*head, "from half the rate", last), found
+
+
+def decided(intervals):
+    """Two cells: the middle one of some intervals, and the verdict on all. Empty without any."""
+    shown = intervals[len(intervals) // 2 :][:1]
+    return (*map(plus_minus, shown), verdict(intervals)) if intervals else ("", "")
+
+
+def judge_facts():
+    """How many modes have each verdict, and what could have been found."""
+    head, (_, _, *rows) = modes()
+    words = dict(zip(head, zip(*rows)))
+    for name in ("verdict", "verdict at equal time", "after Holm", "from half the rate"):
+        for word in ("better", "worse", "undecided"):
+            yield f"{name}: {word}", words[name].count(word)
+    pairs = zip(words["verdict"], words["from half the rate"])
+    yield "designs", len(RESIDUALS)
+    yield "compared", len(rows)
+    yield "verdicts that half the rate changes", sum(a != b for a, b in pairs)
+    halves = [each["steps"][1] for each in compared() if each["steps"]]
+    yield "median half-width", f"{statistics.median(halves):.4f}"
+    yield "difference to be found", f"{1.5 * statistics.median(halves):.3f}"
+
+
+# ------------------------------------------------------------------------------------------------
+# Other lengths and depths, changed parts, mixtures of depths: runs/lead.py
+
+
+@cache
+def lead_lines(what):
+    """{(name, value): the lines of its seeds} of what has finished of a plan of runs/lead.py."""
+    changes, axis, values, rates_around = lead.PLANS[what]
+    found = {}
+    for name, value in product(changes, values):
+        with suppress(NotFinished):
+            runs = lead.runs_of({name: changes[name]}, axis, [value], rates_around, find)
+            found[name, value] = find("lead", runs[name, value])
+    return found
+
+
+def lead_times(what):
+    """{name: median_interval of its step time over that of the plan's first name}, if timed."""
+    runs = {name: lines[0]["settings"] for (name, _), lines in lead_lines(what).items()}
+    return study.race("lead", runs, measure=False)
+
+
+def lengths():
+    """Differences from pre-norm after fewer and more steps."""
+    found, changes = lead_lines("tokens"), lead.PLANS["tokens"][0]
+    losses = {at: losses_of(lines) for at, lines in found.items()}
+    theirs = {steps: of for (name, steps), of in losses.items() if name == BASELINE}
+    one = judged()[0][BASELINE][1][1.0][0]
+    per_step = one["tokens"] / one["steps"] / one["params"]
+    head = ("mode", "steps", "bytes per parameter", "at equal steps")
+    head += ("from pre-norm at another rate", "verdict on both")
+    rows = []
+    for name, steps, _, gap in lead.rows(found, changes):
+        if changes[name] is not None:
+            continue
+        ours = losses[name, steps]
+        others = [losses[rate, steps] for rate in lead.OTHER_RATES if (rate, steps) in losses]
+        gaps = [gap, *(paired(ours, other) for other in others)]
+        words = (plus_minus(gap), ", ".join(map(plus_minus, gaps[1:])), verdict(gaps))
+        times = [steps * ratio for ratio in judged()[1][name]]
+        known = min(theirs) <= min(times) and max(times) <= max(theirs)
+        at_time = [stats.gap_at(time, ours, theirs) for time in times] if known else []
+        rows.append((name, f"{steps:,}", f"{steps * per_step:.1f}", *words, *decided(at_time)))
+    return (*head, "at equal time", "verdict at equal time"), rows
+
+
+def parts():
+    """NAG and BHyT with one part changed."""
+    rows = []
+    for what in ("nag", "bhyt"):
+        changes, times = lead.PLANS[what][0], lead_times(what)
+        found = [*lead.rows(lead_lines(what), changes)]
+        corrected = stats.holm({name: gap for name, _, _, gap in found}, len(lead.SEEDS))
+        for name, _, loss, gap in found:
+            time = f"{times[name][1]:.2f}" if name in times else ""
+            rows.append((what, name, f"{loss:.4f}", *decided([gap]), corrected[name], time))
+    measured, predicted = (judged()[0][mode][1][1.0] for mode in ("bhyt_exact", "bhyt"))
+    loss = f"{mean(losses_of(measured)):.4f}"
+    gap = decided([gap_of(measured, predicted)])
+    rows.append(("bhyt", "variance measured (5 seeds)", loss, *gap, "", ""))
+    head = ("mode", "change", "loss", "difference", "verdict", "after Holm", "step time")
+    return head, rows
+
+
+def mean_of(lines, key):
+    return mean(line[key] for line in lines)
+
+
+def at_equal_flops(lines):
+    """Losses minus those of a NAG without skipping that was trained for as many FLOPs, by seed.
+
+    That NAG is interpolated between lengths.
+    """
+    tokens = lead_lines("tokens").items()
+    dense = {steps: of for (name, steps), of in tokens if name == "nag" and steps >= 2000}
+    steps = mean_of(lines, "flops") / mean(line["flops"] / line["steps"] for line in dense[4000])
+    by_length = {steps: losses_of(of) for steps, of in dense.items()}
+    return minus(losses_of(lines), stats.losses_at(steps, by_length))
+
+
+def mixtures():
+    """NAG with mixtures of depths and with fewer blocks, beside the same model without skipping."""
+    found, changes, times = lead_lines("mod"), lead.PLANS["mod"][0], lead_times("mod")
+    rows = []
+    for name, steps, loss, gap in lead.rows(found, changes):
+        base, lines = lead.base_of(changes, name), found[name, steps]
+        if changes[name] is None:
+            continue
+        skipped = f"{mean_of(lines, 'skipped'):.1%}" if "router" in name else ""
+        flops = f"{mean_of(lines, 'flops') / mean_of(found[base, steps], 'flops'):.2f}"
+        time = f"{times[name][1]:.2f}" if base == "nag" and name in times else ""
+        at_flops = [stats.interval(at_equal_flops(lines))] if base == "nag" else []
+        cells = (name, skipped, flops, time, f"{loss:.4f}")
+        rows.append((*cells, *decided([gap]), *decided(at_flops)))
+    head = ("model", "skip in evaluation", "FLOPs", "step time", "loss")
+    head += ("at equal steps", "verdict", "at equal FLOPs", "verdict at equal FLOPs")
+    return head, rows
+
+
+def lead_facts():
+    """Pairs of mixtures of depths, NAG with more blocks, and runs repeated on another CPU."""
+    found = {name: lines for (name, _), lines in lead_lines("mod").items()}
+    own = "NAG's router 0.4"
+    for ours, theirs in (
+        ("NAG's router 0.2", "learned router 0.2"),
+        (own, "learned router 0.4"),
+        (own, "learned router on pre-norm 0.4"),
+    ):
+        yield f"{ours} minus {theirs}", plus_minus(gap_of(found[ours], found[theirs]))
+    by_seed = (at_equal_flops(found[name]) for name in (own, "nag with 5 blocks"))
+    yield "NAG's router minus 5 blocks", plus_minus(paired(*by_seed))
+
+    of, gains = lead_lines("blocks"), {}
+    for n in (8, 16):
+        gains[n] = minus(*(losses_of(of[mode, n]) for mode in (BASELINE, "nag")))
+        yield f"gain of NAG with {n} blocks", f"{mean(gains[n]):.4f}"
+    yield "gain of NAG, 16 blocks minus 8", plus_minus(paired(gains[16], gains[8]))
+
+    first, again = study.finished("lead"), study.finished("another_cpu")
+    changes = [line["loss"] - first[name]["loss"] for name, line in again.items()]
+    yield "runs on another CPU", len(changes)
+    yield "mean change on another CPU", f"{mean(changes):+.4f}"
+    yield "deviation on another CPU", f"{statistics.stdev(changes):.4f}"
+
+
+# ------------------------------------------------------------------------------------------------
+# Inside the models, and other studies
+
+INSIDE = {  # what eval.py measured by depth on seed 1
+    "norm growth": lambda depth: depth["norm"][-1] / depth["norm"][0],
+    "late turn": lambda depth: depth["from embedding"][-1] - depth["from embedding"][7],  # of 16
+    "attention to the first token": lambda depth: max(depth["sink"]),
+    "largest feature": lambda depth: max(depth["max/rms"]),
+    "kurtosis": lambda depth: max(depth["kurtosis"]),
+    "norm and entropy": lambda depth: depth.get("norm and entropy"),
+    "norm and loss": lambda depth: depth.get("norm and loss"),
+}
+
+
+def inside():
+    """Each measurement from the lowest to the highest over the measured learning rates."""
+    rows = []
+    for mode in ("prenorm", "nag", "lns", "perinorm", "dyt", "bhyt"):
+        lines = [line for _, line in judge.lines_of_mode(scale_of("muon"), mode)]
+        row = [mode]
+        for measure in INSIDE.values():
+            values = [measure(line["depth"]) for line in lines if "depth" in line]
+            known = sorted(value for value in values if value is not None)
+            ends = [f"{value:.3g}" for value in known[:1] + known[-1:]]
+            row.append(" to ".join(dict.fromkeys(ends)))
+        rows.append(row)
+    return ("mode", *INSIDE), rows
+
+
+EARLIER = {  # finding: (study, variant, the variant that it is compared with)
+    "8 blocks: NAG": ("nag_depth", "nag_8", "prenorm_8"),
+    "16 blocks: NAG": ("nag_depth", "nag_16", "prenorm_16"),
+    "32 blocks: NAG": ("nag_depth", "nag_32", "prenorm_32"),
+    "NAG's rotation alone": ("nag_ladder", "rotation_only", "prenorm"),
+    "BHyT as published": ("bhyt", "bhyt", "prenorm"),
+    "BHyT with outputs of variance 1": ("bhyt", "bhyt_unit", "prenorm"),
+    "40% skip MLPs, from none": ("mod_table", "learned_mlp_0.4", "dense"),
+    "40% skip attention, from none": ("mod_table", "learned_attention_0.4", "dense"),
+    "20% skip, from pre-norm's": ("mod_table", "no_fallback_0.2", "prenorm_learned_0.2"),
+}
+for n in (80, 60, 40, 30, 20):  # width / depth
+    EARLIER[f"experts, {n}: NAG"] = ("moe_ratio", f"nag_{n}", f"prenorm_{n}")
+
+
+def of_earlier(name, variant):
+    """The losses of all seeds, at the learning rate that is best for the first seed."""
+    lines = [x for x in read("earlier") if (x["study"], x["variant"]) == (name, variant)]
+    lines = sorted(lines, key=lambda line: line["seed"])
+    first = [line for line in lines if line["seed"] == lines[0]["seed"]]
+    rate = min(first, key=lambda line: line["loss"])["learning_rate"]
+    return [line["loss"] for line in lines if line["learning_rate"] == rate]
+
+
+def earlier():
+    gaps = {}
+    for finding, (name, ours, theirs) in EARLIER.items():
+        gaps[finding] = minus(of_earlier(name, ours), of_earlier(name, theirs))
+    first, *_, last = [gaps[finding] for finding in gaps if "experts" in finding]
+    gaps["the last of these minus the first"] = minus(last, first)
+    rows = [(finding, plus_minus(stats.interval(gap))) for finding, gap in gaps.items()]
+    return ("short runs", "difference"), rows
+
+
+def other_facts():
+    """The default run, small networks, BHyT's prediction and speed, and high learning rates."""
+    log = map(json.loads, (RESULTS / "default" / "log.jsonl").read_text().splitlines())
+    losses = [record["val_loss"] for record in log if record.get("val_loss")]
+    yield "default run", f"{losses[-1]:.3f}"
+    yield "default run on the whole split", f"{load('default/eval.json')['loss']['loss']:.3f}"
+
+    for line in read("classroom"):
+        known = line["settings"]
+        if known["what"] == "stack":
+            yield f"stack {known['case']}", f"{line['first']:.3g} to {line['last']:.3g}"
+        if known["what"] == "transformer" and known["rate"] == 1e-3:  # the better of two rates
+            yield f"one block, {known['skip']}", f"{line['last']:.2f}"
+        if known["what"] == "bigram":
+            yield "entropy given one character", f"{line['entropy']:.2f}"
+
+    found = load("variance.json")
+    yield "R2 of BHyT's prediction", f"{mean(found['R2']):.2f}"
+    for line in read("earlier"):
+        mode, rate = line["variant"], line["learning_rate"]
+        if (line["study"], line["seed"]) == ("bhyt", 1) and rate in (0.001, 0.03):
+            yield f"variance of {mode} at {rate}", f"{line['variance'][-1]:.2g}"
+    forward = load("speed/forward_1b_cpu.json")["forward"]
+    training = load("speed/train_12x512_cpu.json")["train"]
+    generation = load("speed/generate_12x768_cpu.json")["generate"]["128 new, 1 at once"]
+    for name, of, other in (
+        ("forward", forward, "prenorm"),
+        ("forward over Peri-norm's", forward, "perinorm"),
+        ("training", training, "prenorm"),
+        ("generation", generation, "prenorm"),
+    ):
+        pairs = zip(of["bhyt"]["seconds"], of[other]["seconds"])
+        low, middle, high = stats.median_interval([a / b for a, b in pairs])
+        yield f"time of BHyT's {name}", f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+TIMES = {  # column: [(file, its part)]
+    "8 x 128": [("rivals_8x128_cpu", "train")],
+    "12 x 512": [("rivals_12x512_cpu", "train"), ("streams_12x512_cpu", "train")],
+    "12 x 512, context 512": [("train_12x512_cpu", "train")],
+    "forward, 1B block": [("forward_1b_cpu", "forward")],
+}
+
+
+def speed():
+    """The time of each mode over pre-norm's."""
+    found = {"8 x 64": judged()[1]}
+    for column, files in TIMES.items():
+        of = [load(f"speed/{name}.json")[part] for name, part in files]
+        found[column] = {mode: row["ratio"] for each in of for mode, row in each.items()}
+    shown = lambda ratio: "{1:.2f} ({0:.2f} to {2:.2f})".format(*ratio) if ratio else ""
+    rows = [(mode, *(shown(of.get(mode)) for of in found.values()))
+            for mode in ("prenorm again", *RESIDUALS) if mode != BASELINE]  # fmt: skip
+    return ("mode", *found), [row for row in rows if any(row[1:])]
+
+
+# ------------------------------------------------------------------------------------------------
+# The pages
+
+TABLES = {
+    "modes": modes, "lengths": lengths, "parts": parts, "mixtures": mixtures,
+    "inside": inside, "earlier": earlier, "speed": speed,
+    "adamw": lambda: verdicts("adamw"),
+    "recipe": lambda: (recipe.HEAD, [*recipe.rows(find, measure=False)]),
+    "conversion": lambda: (conversion.HEAD, [*conversion.rows(*conversion.the_base(), find)]),
+    "facts": lambda: (("fact", "value"), [*judge_facts(), *lead_facts(), *other_facts()]),
+}  # fmt: skip
+TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?<!-- end -->", re.S)
+NUMBER = re.compile(r"(<!-- ([^<>/]+)/([^<>/]+)/([^<>/]+) -->).*?<!-- -->")
+
+
+@cache
+def table_of(name):
+    """(head, rows) of a table."""
+    if name not in TABLES:
+        raise SystemExit(f"no table {name!r}: choose from {', '.join(TABLES)}")
+    return TABLES[name]()
+
+
+def number(name, row, column):
+    """A cell of a table, as text."""
+    head, rows = table_of(name)
+    if column not in head:
+        raise SystemExit(f"table {name!r} has no column {column!r}: choose from {', '.join(head)}")
+    exact = [cells for cells in rows if cells[0] == row]
+    longer = [cells for cells in rows if " ".join(map(str, cells)).startswith(f"{row} ")]
+    named = exact or longer
+    if not named and name == "modes" and row in RESIDUALS:
+        return "not judged yet"
+    if len(named) != 1:
+        names = ", ".join(str(cells[0]) for cells in rows)
+        raise SystemExit(f"table {name!r} has {len(named)} rows {row!r}: choose one from {names}")
+    return str(named[0][head.index(column)])
+
+
+def filled(page):
+    """The text of a page with its tables and numbers written anew."""
+    as_table = lambda mark: f"{mark[1]}{study.table(*table_of(mark[2]))}<!-- end -->"
+    as_number = lambda mark: f"{mark[1]}{number(*mark.groups()[1:])}<!-- -->"
+    page, n_tables = TABLE.subn(as_table, page)
+    page, n_numbers = NUMBER.subn(as_number, page)
+    if page.count("<!--") != 2 * (n_tables + n_numbers):
+        raise SystemExit("a mark has no end, or is not one of the two kinds: see runs/tables.py")
+    return page
+
+
+def names_in_words(readme):
+    """{mode: its design} from README's table of modes."""
+    rows = re.findall(r"^\| (.+?) \| `(\w+)` \|", readme, re.M)
+    return {mode: re.sub(r"\[(.*?)\]\(.*?\)", r"\1", design) for design, mode in rows}
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        text = filled((ROOT / page).read_text())
+        (ROOT / page).write_text(text)
+    judge.draw(RESULTS / "modes.png", compared(), names_in_words(text))
