@@ -159,7 +159,6 @@ class Block(nn.Module):
             self.attn_router = mod.Router(config, self.attn_residual, 2 * b + 1)
         if config.mod_on in ("mlp", "both"):
             self.mlp_router = mod.Router(config, self.mlp_residual, 2 * b + 2)
-        self.skip_attention = self.skip_mlp = False  # prune.py sets these
         self.scale = config.n_layer**-0.5 if config.branch_scale == "depth" else 1.0
         self.drop = nn.Dropout(config.dropout)
 
@@ -167,18 +166,12 @@ class Block(nn.Module):
         return self.feed(self.attend(stream, rope, docs, cache, values))
 
     def attend(self, stream, rope, docs=None, cache=None, values=None):
-        if self.skip_attention:
-            return stream
-
         def run(h, rows=None):
             return self.drop(self.attn(h, rope, docs, cache, rows, values))
 
         return self.sublayer(run, self.attn_residual, self.attn_router, stream)
 
     def feed(self, stream):
-        if self.skip_mlp:
-            return stream
-
         def run(h, rows=None):
             return self.drop(self.mlp(h if rows is None else gather_rows(h, rows)))
 
@@ -189,6 +182,28 @@ class Block(nn.Module):
         if router is None:
             return residual.write(stream, run(h), self.scale)
         return router(run, residual, h, stream, self.scale)
+
+    def flops(self, scores):
+        """(FLOPs of attention, of the MLP) for GPT.flops_per_token. scores: those of all scores."""
+        attention = matmul_flops((*self.attn.modules(), *self.attn_residual.modules())) + scores
+        mlp = matmul_flops((*self.mlp.modules(), *self.mlp_residual.modules()))
+        if self.attn_router is not None:  # keys and values are computed for all tokens
+            skipped = 1 - self.attn_router.k / self.attn_router.T
+            attention -= skipped * (matmul_flops((self.attn.wq, self.attn.wo)) + scores)
+        if self.mlp_router is not None:
+            mlp -= (1 - self.mlp_router.k / self.mlp_router.T) * matmul_flops(self.mlp.modules())
+        return attention, mlp
+
+
+def matmul_flops(modules):
+    """FLOPs per token of the matrix products of a training step."""
+    total = 0
+    for m in modules:
+        share = m.k / m.E if isinstance(m, moe.MoE) else 1
+        for p in m.parameters(recurse=False):
+            passes = 3 if p.requires_grad else 2  # forward, gradients of inputs, of weights
+            total += 2 * passes * share * p.numel() if p.ndim >= 2 else 0
+    return total
 
 
 # ------------------------------------------------------------------------------------------------
@@ -440,34 +455,15 @@ class GPT(nn.Module):
         The forward takes 2 for each weight of a matrix, including the head. Attention takes 2 C for
         each score and 2 C to sum values, over (T + 1) / 2 keys on average. The backward takes twice
         as much as the forward.
-        Experts that a token does not use, sublayers that it skips (k of T tokens run), sublayers
-        that prune.py skips and gradients of frozen weights do not count.
+        Experts that a token does not use, sublayers that it skips (k of T tokens run) and gradients
+        of frozen weights do not count.
         """
+        return matmul_flops((*self.ends.modules(), self.head)) + sum(map(sum, self.block_flops()))
+
+    def block_flops(self):
+        """What flops_per_token counts of each block: [(attention, MLP)]."""
         C, T = self.config.n_head * head_width(self.config), self.config.block_size
-
-        def cost(modules):
-            total = 0
-            for m in modules:
-                share = m.k / m.E if isinstance(m, moe.MoE) else 1
-                for p in m.parameters(recurse=False):
-                    passes = 3 if p.requires_grad else 2  # forward, gradients of inputs, of weights
-                    total += 2 * passes * share * p.numel() if p.ndim >= 2 else 0
-            return total
-
-        total = cost(m for m in self.modules() if not isinstance(m, (nn.Embedding, Smear)))
-        total += self.config.n_layer * 6 * C * (T + 1)
-        for block in self.blocks:
-            if block.skip_attention:
-                unused = (*block.attn.modules(), *block.attn_residual.modules())
-                total -= cost(unused) + 6 * C * (T + 1)
-            elif block.attn_router is not None:  # keys and values are computed for all tokens
-                skipped = 1 - block.attn_router.k / T
-                total -= skipped * (cost((block.attn.wq, block.attn.wo)) + 6 * C * (T + 1))
-            if block.skip_mlp:
-                total -= cost((*block.mlp.modules(), *block.mlp_residual.modules()))
-            elif block.mlp_router is not None:
-                total -= (1 - block.mlp_router.k / T) * cost(block.mlp.modules())
-        return total
+        return [block.flops(scores=6 * C * (T + 1)) for block in self.blocks]
 
 
 def init_out(config):

@@ -77,11 +77,34 @@ def lowest(scores, rate):
     return sorted(order[: round(rate * len(order))])
 
 
+SUBLAYERS = ("attend", "feed")  # the methods of a block
+
+
+def pass_on(stream, *others, **more):
+    """Takes the place of a method in SUBLAYERS: returns the stream unchanged."""
+    return stream
+
+
 def skip(model, indices, unit):
     """Skip these units and no others."""
     for b, block in enumerate(model.blocks):
-        attention, mlp = (i // UNITS[unit] in indices for i in (2 * b, 2 * b + 1))
-        block.skip_attention, block.skip_mlp = attention, mlp
+        for i, method in enumerate(SUBLAYERS, 2 * b):
+            vars(block).pop(method, None)  # the method of the class is back
+            if i // UNITS[unit] in indices:
+                setattr(block, method, pass_on)
+
+
+def skips(block):
+    """Whether a block skips its attention, and its MLP."""
+    return tuple(method in vars(block) for method in SUBLAYERS)
+
+
+def flops_per_token(model):
+    """GPT.flops_per_token without the sublayers that are skipped."""
+    total = model.flops_per_token()
+    for block, flops in zip(model.blocks, model.block_flops()):
+        total -= sum(of for of, skipped in zip(flops, skips(block)) if skipped)
+    return total
 
 
 def restore(model):
@@ -92,7 +115,7 @@ def restore(model):
 def prune(model, batches, rate, unit="sublayer", rule="angle", seed=0):
     """Skip a share `rate` of the units, and no others. Returns the indices of these units.
 
-    restore(model) undoes it. Call compile_blocks after this: it counts the kinds of blocks.
+    restore(model) undoes it.
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"rate={rate}: give a share, 0 to 1")
@@ -113,7 +136,7 @@ def dial(model, batches, rate, unit="sublayer", rule="angle", seed=0):
         return None
     whole = model.flops_per_token()
     indices = prune(model, batches, rate, unit, rule, seed)
-    left = model.flops_per_token() / whole
+    left = flops_per_token(model) / whole
     return {"skipped": names(indices, unit), "FLOPs left": left}
 
 

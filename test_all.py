@@ -47,6 +47,7 @@ import ngpt
 import norms
 import plot
 import prepare_c4
+import prune
 import tasks
 from model import GPT, RESIDUALS, GPTConfig
 from streams import AttnRes
@@ -810,7 +811,7 @@ def counted_flops(model, monkeypatch):
         model(idx, idx)[1].backward()
     # torch counts scores with all T keys, we count the (T + 1) / 2 that a query sees on average
     B, T, counted = *idx.shape, sum(counter.get_flop_counts()["Global"].values())
-    runs = [block for block in model.blocks if not block.skip_attention]
+    runs = [block for block in model.blocks if not prune.skips(block)[0]]
     asked = sum(T if block.attn_router is None else block.attn_router.k for block in runs)
     return counted - B * 12 * model.config.n_embd * asked * (T - 1) / 2
 

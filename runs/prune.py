@@ -85,7 +85,10 @@ def main():
             prune.skip(model, indices, plan[0])
             line = same | dict(zip(("unit", "rule", "seed", "rate"), plan))
             line |= {"skipped": prune.names(indices, plan[0]), "time": relative[plan]}
-            line |= {"flops": model.flops_per_token() / whole, "loss": evaluate(model, val_batches)}
+            line |= {
+                "flops": prune.flops_per_token(model) / whole,
+                "loss": evaluate(model, val_batches),
+            }
             print("{unit:<9} {rule:<7} {seed} {rate:.3f} {loss:.4f} {time:.3f}".format(**line))
             lines.append(line)
     with open(results, "w") as file:

@@ -91,7 +91,7 @@ def test_the_lowest_scores_are_skipped():
             for rate in (0, 0.1, 0.25, 0.5, 0.7, 1):
                 found = prune.prune(model, BATCHES, rate, unit, rule, seed=3)
                 assert found == sorted(order[: round(rate * n)])
-                flags = [f for b in model.blocks for f in (b.skip_attention, b.skip_mlp)]
+                flags = [flag for block in model.blocks for flag in prune.skips(block)]
                 assert [i for i in range(8) if flags[i]] == [
                     i for i in range(8) if i * n // 8 in found
                 ]
@@ -194,8 +194,8 @@ def test_a_skipped_sublayer_runs_none_of_its_modules():
 def test_flops_are_those_that_torch_counts(changes, monkeypatch):
     model = tiny(n_layer=4, **changes)
     prune.skip(model, [2, 5, 6, 7], "sublayer")
-    assert len([block for block in model.blocks if not block.skip_attention]) == 2
-    assert 2 * 32 * model.flops_per_token() == pytest.approx(counted_flops(model, monkeypatch))
+    assert len([block for block in model.blocks if not prune.skips(block)[0]]) == 2
+    assert 2 * 32 * prune.flops_per_token(model) == pytest.approx(counted_flops(model, monkeypatch))
 
 
 @cases("residual", ["prenorm", "bhyt", *map(slow, ("hc", "x0mix", "attnres"))])
@@ -229,7 +229,7 @@ def test_eval_prunes_a_model_without_routers(data, trained, capsys):
     places, whole = data_file.spread(windows, 32768), model.flops_per_token()
     batches = [x for x, _ in data_file.eval_batches(windows, places, 8, "cpu")]
     names = prune.names(prune.prune(model, batches, 0.25, rule="norm"), "sublayer")
-    share = model.flops_per_token() / whole
+    share = prune.flops_per_token(model) / whole
     assert len(names) == 2
     assert report["prune"] == {"skipped": names, "FLOPs left": pytest.approx(share)}
     assert f"skipped {', '.join(names)}; {share:.1%} of the FLOPs left" in capsys.readouterr().out
