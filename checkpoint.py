@@ -128,6 +128,18 @@ def merged(state):
     return weights
 
 
+def find_start(out_dir, init_from, branch_from):
+    """(the checkpoint that a run starts from or None, whether the run resumes), for train.py."""
+    scratch = init_from in ("scratch", "auto")
+    if branch_from is not None and not scratch:
+        starts = f"branch_from starts a new run, and so does init_from={init_from!r}"
+        raise SystemExit(f"{starts}: set only one of them")
+    if init_from == "resume" or (init_from == "auto" and newest(out_dir) is not None):
+        return load(out_dir), True
+    source = branch_from if scratch else init_from
+    return None if source is None else load(source), False
+
+
 def inherit(saved, settings, given, going_on):
     """All settings of a run that starts from a checkpoint.
 

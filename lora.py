@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkpoint
-from data import file_sha256, start_of_text
+from data import file_sha256, meta_tokenizer, start_of_text
 from norms import pick
 
 ALPHA = 16.0  # an adapter's output is multiplied by ALPHA / rank
@@ -233,6 +233,16 @@ class Conversations:
 
     def __getitem__(self, i):
         return self.rows[i]
+
+
+def open_splits(source, folder, meta, T):
+    """The conversations for training and for validation. folder, meta: as in data.meta_tokenizer"""
+    if not meta["tokenizer"]:
+        raise SystemExit(
+            f"the model was imported without a tokenizer.json: it cannot read {source}"
+        )
+    encoding = meta_tokenizer(folder, meta)
+    return [Conversations(source, split, encoding, T) for split in ("train", "val")]
 
 
 def shares_of(batches, world):

@@ -122,6 +122,19 @@ def shard_like(x, p, from_rank):
 
 
 @torch.no_grad()
+def over_ranks(model, device, world, shard):
+    """Move a model to the device of this rank. Returns what a training step calls."""
+    if shard == "fsdp":  # gathers parameters in float32, to match DDP
+        shard_over_ranks(model, device)
+        return model
+    model.to(device)
+    if world == 1:
+        return model
+    devices = [device.index] if device.type == "cuda" else None
+    wrap = torch.nn.parallel.DistributedDataParallel
+    return wrap(model, device_ids=devices, broadcast_buffers=False)
+
+
 def shard_over_ranks(model, device):
     """Give every rank its share of the model that rank 0 has built (FSDP2).
 

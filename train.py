@@ -21,7 +21,6 @@ from itertools import repeat
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 import bhyt
 import checkpoint
@@ -30,7 +29,7 @@ import mod
 import moe
 import muon
 from configurator import configure, echo
-from data import Loader, Windows, atomic, eval_batches, is_imported, meta_tokenizer, spread
+from data import Loader, Windows, atomic, eval_batches, is_imported, spread
 from depth import gate_health
 from machine import (
     autocast,
@@ -39,12 +38,12 @@ from machine import (
     commit,
     device_name,
     gathered,
+    over_ranks,
     peak_flops,
     peak_memory_gb,
     pick_device,
     pick_dtype,
     prepare_process,
-    shard_over_ranks,
 )
 from model import GPT, RESIDUALS, GPTConfig, evaluate, init_out
 
@@ -154,15 +153,8 @@ local_rank = int(os.environ.get("LOCAL_RANK", 0))
 world = int(os.environ.get("WORLD_SIZE", 1))
 is_main = rank == 0
 log_path = os.path.join(out_dir, "log.jsonl")
-if branch_from is not None and init_from not in ("scratch", "auto"):
-    fail(f"branch_from starts a new run, and so does init_from={init_from!r}: set only one of them")
-
-resuming = init_from == "resume" or (init_from == "auto" and checkpoint.newest(out_dir) is not None)
+saved, resuming = checkpoint.find_start(out_dir, init_from, branch_from)
 going_on = resuming or branch_from is not None  # from the checkpoint's step and optimizer state
-source = out_dir if resuming else branch_from
-if source is None and init_from not in ("scratch", "auto"):
-    source = init_from
-saved = None if source is None else checkpoint.load(source)
 if saved is not None:
     settings = checkpoint.inherit(saved, settings, given, going_on)
     globals().update({key: settings[key] for key in settings.keys() - MODEL_SETTINGS})
@@ -197,29 +189,22 @@ def open_data():
 
     The third is for fine-tuning. It is None for an imported model without shards.
     """
-    before = None if saved is None else saved["meta"]
-    if data_dir is None:
-        if sft_data is None:
-            fail(f"{saved['path']} was imported without shards: give --sft_data or --data_dir")
-        return *conversations(before), None, before
-    train, val = (Windows(data_dir, split, config.block_size) for split in ("train", "val"))
-    size = train.meta["vocab_size"]
-    if size > config.vocab_size:
-        fail(f"{data_dir} has token ids up to {size - 1}: set --vocab_size={size} or more")
-    known = None if before is None else before["tokenizer_sha256"]  # also None: none was imported
-    if known not in (None, train.meta["tokenizer_sha256"]):
-        fail(f"{saved['path']} was trained on another tokenizer than that of {data_dir}")
-    meta = before if before is not None and is_imported(before) else train.meta
-    return (train, val, None, meta) if sft_data is None else (*conversations(meta), val, meta)
-
-
-def conversations(meta):
-    """The two splits of sft_data."""
-    if not meta["tokenizer"]:
-        fail(f"{saved['path']} was imported without a tokenizer.json: it cannot read {sft_data}")
+    meta, T, val = None if saved is None else saved["meta"], config.block_size, None
+    if data_dir is not None:
+        train, val = (Windows(data_dir, split, T) for split in ("train", "val"))
+        size = train.meta["vocab_size"]
+        if size > config.vocab_size:
+            fail(f"{data_dir} has token ids up to {size - 1}: set --vocab_size={size} or more")
+        known = None if meta is None else meta["tokenizer_sha256"]  # also None: none was imported
+        if known not in (None, train.meta["tokenizer_sha256"]):
+            fail(f"{saved['path']} was trained on another tokenizer than that of {data_dir}")
+        meta = meta if meta is not None and is_imported(meta) else train.meta
+    elif sft_data is None:
+        fail(f"{saved['path']} was imported without shards: give --sft_data or --data_dir")
+    if sft_data is None:
+        return train, val, None, meta
     folder = os.path.dirname(saved["path"]) if is_imported(meta) else data_dir
-    encoding, T = meta_tokenizer(folder, meta), config.block_size
-    return [lora.Conversations(sft_data, split, encoding, T) for split in ("train", "val")]
+    return *lora.open_splits(sft_data, folder, meta, T), val, meta
 
 
 torch.manual_seed(seed)
@@ -245,7 +230,7 @@ data_sha256 = {"train": train_windows.sha256, "val": val_windows.sha256}
 if going_on and saved.get("data", data_sha256) != data_sha256:
     hashes = f"{saved['data']}, {data_sha256}"
     fail(f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {hashes}")
-if is_main and sft_data is None:
+if local_rank == 0 and sft_data is None:
     train_windows.verify()  # in the background: a shard that has changed ends the run
 loader = Loader(train_windows, sequences, micro_steps, seed, rank, world, device)
 val_indices = spread(val_windows, eval_tokens, val_part)
@@ -260,14 +245,7 @@ if world > 1:
     dist.init_process_group(backend(device), timeout=timedelta(hours=2), device_id=gpu)
 if compile:
     model.compile_blocks()
-net = model  # what the training step calls
-if shard == "fsdp":  # gathers parameters in float32, to match DDP
-    shard_over_ranks(model, device)
-else:
-    model.to(device)
-    if world > 1:
-        devices = [device.index] if device.type == "cuda" else None
-        net = DDP(model, device_ids=devices, broadcast_buffers=False)
+net = over_ranks(model, device, world, shard)  # what the training step calls
 
 routers, experts = mod.routers(model), moe.layers(model)
 if not is_main:  # a checkpoint has the scores of all ranks: only rank 0 counts them
