@@ -4,7 +4,7 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
     python runs/judge.py --residual=nag                 says first how long it takes
     python runs/judge.py --residual=nag,hc              several modes; all: every mode
     python runs/judge.py config/gpt2_124m.py --residual=nag    at another scale, on GPUs
-    python runs/judge.py --residual=nag --rehearse=True        all of it at toy size
+    python runs/judge.py --residual=nag --rehearse=True        all of it at toy size, in 90 seconds
 
 1. Tune both modes alike, with seed 0 and a quarter of the steps, on a sample of one half of the
    validation split. Tune the learning rate first, and extend its grid while the best value is at an
@@ -23,11 +23,15 @@ settings of train.py.
 """
 
 import math
+import signal
 import statistics
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import cache, partial
+from itertools import product
+from operator import itemgetter
 
 import study
 import torch
@@ -36,13 +40,12 @@ from study import ROOT
 
 from configurator import configure
 from model import GPT, RESIDUALS, GPTConfig
-from norms import pick
 
 residual = "nag"  # modes to judge, separated by commas; all: every mode
 baseline = "prenorm"  # the mode to compare with
 seeds = 5  # seeds of the final runs: 1, 2, ...
 tune_share = 0.25  # length of a tuning run, as a share of max_iters
-rehearse = False  # all of it at toy size
+rehearse = False  # all of it at toy size, with 2 seeds
 name = "judge"  # name of the file in results/
 
 OWN = ("residual", "baseline", "seeds", "tune_share", "rehearse", "name")
@@ -57,7 +60,8 @@ FACTORS = {  # multiples of a rate's default; each list is tried until one does 
 LENGTHS = (0.7, 1.4, 2.0, 2.8, 4.0)  # lengths of extra baseline runs, as shares of the whole
 TUNED = ("learning_rate", "init_out", *FACTORS)
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
-EDGE = 0.05  # right edge of the figure
+REACH = 3  # see draw
+SEED_AND_STEPS = itemgetter("seed", "max_iters")
 LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
 
 
@@ -69,7 +73,7 @@ def settings(scale, mode, choice, seed, length=1.0):
     """The settings of a run. Seed 0 tunes."""
     steps = max(1, round(length * scale["max_iters"]))
     fixed = {"residual": mode, "seed": seed, "val_part": "report" if seed else "tune"}
-    if not seed:
+    if not seed and not rehearse:
         fixed["eval_tokens"] = TUNE_TOKENS
     return scale | fixed | choice | {"max_iters": steps, "eval_interval": steps}
 
@@ -82,6 +86,7 @@ def of_seeds(scale, mode, choice, seeds, length=1.0):
 def best(scale, mode, choices, lines_of, length=None):
     """The choice whose tuning run has the lowest loss."""
     length = length or tune_share
+    choices = choices[:2] if rehearse else choices
     found = losses_of(lines_of([settings(scale, mode, each, 0, length) for each in choices]))
     return choices[found.index(min(found))]
 
@@ -97,17 +102,17 @@ def with_rate(choice, rate):
 def best_rate(scale, mode, choice, rates, lines_of, length=None):
     """The choice with the best learning rate, from a grid that grows until the best is inside.
 
-    Prints a message if the best of 7 rates is at an edge.
+    Prints a message if the best of 7 rates is at an edge. The grid of a rehearsal does not grow.
     """
     rates = list(rates)
     while True:
         choices = [with_rate(choice, rate) for rate in rates]
         found = best(scale, mode, choices, lines_of, length)
         at_edge = found["learning_rate"] in (rates[0], rates[-1])
-        if not at_edge:
+        if not at_edge or rehearse:
             return found
         if len(rates) == 7:
-            print(f"{mode}: the best learning rate is at the edge of {rates}", flush=True)
+            study.say(f"{mode}: the best learning rate is at the edge of {rates}")
             return found
         lowest = found["learning_rate"] == rates[0]
         rates = [rates[0] / 2, *rates] if lowest else [*rates, rates[-1] * 2]
@@ -148,20 +153,19 @@ def shape_of(scale):
 
 def other_starts(scale, mode):
     """Initialisations of the output projections that the mode allows, except its default."""
-    shape = tuple(shape_of(scale).items())
-    others = [s for s in ("scaled", "plain", "zero") if s != RESIDUALS[mode].init_out]
-    return [start for start in others if allows(shape, mode, start)]
+    others = [start for start in ("scaled", "plain", "zero") if start != RESIDUALS[mode].init_out]
+    shape = shape_of(scale) | {"residual": mode}
+    return [start for start in others if not refusal(*(shape | {"init_out": start}).items())]
 
 
 @cache
-def allows(shape, mode, start):
-    """Whether a mode can start its output projections like this."""
+def refusal(*shape):
+    """Why there is no model with these settings, or None."""
     try:
         with torch.device("meta"):
-            GPT(GPTConfig(**dict(shape) | {"residual": mode, "init_out": start}))
-    except ValueError:
-        return False
-    return True
+            GPT(GPTConfig(**dict(shape)))
+    except ValueError as error:
+        return str(error)
 
 
 @cache
@@ -250,22 +254,40 @@ def cells(found):
 
     The verdict at equal time must be the same at both ends of the ratio's interval.
     """
-    tuned = (f"{k}={v:g}" if type(v) is float else f"{k}={v}" for k, v in found["choice"].items())
     row = (found["mode"], f"{found['params']:,}")
-    ratio = f"{found['ratio']:.2f}"
+    ratio, tuned = f"{found['ratio']:.2f}", study.written(found["choice"])
     if found["diverged"]:
-        return [*row, "", found["diverged"], "", ratio, "", "", " ".join(tuned)]
+        return [*row, "", found["diverged"], "", ratio, "", "", tuned]
     at_time = "no baseline run this short or long", ""
     if found["times"]:
         at_time = plus_minus(found["times"][1]), verdict(found["times"])
     at_steps = plus_minus(found["steps"]), verdict([found["steps"]])
-    return [*row, f"{found['loss']:.4f}", *at_steps, ratio, *at_time, " ".join(tuned)]
+    return [*row, f"{found['loss']:.4f}", *at_steps, ratio, *at_time, tuned]
+
+
+def cells_of_baseline(choice, lines):
+    loss = f"{statistics.mean(losses_of(lines[1.0])):.4f}"
+    row = [baseline, f"{lines[1.0][0]['params']:,}", loss, "", "the baseline", "1.00", "", ""]
+    return [*row, study.written(choice)]
+
+
+def sentence(found, lines):
+    """What compare returned, in words. lines: those of the baseline, by length."""
+    if found["diverged"]:
+        return f"{found['mode']}: {found['diverged']}"
+    shown = lambda gap: "({:+.3f} ± {:.3f})".format(*gap)
+    words = f"{found['mode']}: {verdict([found['steps']])} at equal steps {shown(found['steps'])}"
+    if found["times"]:
+        words += f", {verdict(found['times'])} at equal time {shown(found['times'][1])}"
+    loss = statistics.mean(losses_of(lines[1.0]))
+    return f"{words} than {'pre-norm' if baseline == 'prenorm' else baseline} ({loss:.3f})"
 
 
 def draw(path, comparisons, names=None):
     """Both differences of each mode with their intervals, from the best mode to the worst.
 
-    names: {mode: its name in words}. A difference whose interval reaches EDGE becomes an arrow.
+    names: {mode: its name in words}. A difference becomes an arrow if its interval ends at more
+    than REACH times the median end, so that a bad mode does not hide the others.
     """
     import matplotlib
 
@@ -274,24 +296,31 @@ def draw(path, comparisons, names=None):
 
     shown = sorted((each for each in comparisons if each["steps"]), key=lambda each: each["steps"])
     names = {each["mode"]: each["mode"] for each in shown} | {baseline: baseline} | (names or {})
+    kinds = {
+        "after as many steps": ("C0o", -0.16, [each["steps"] for each in shown]),
+        "after as much time": ("C1s", 0.16, [(each["times"] or [None] * 2)[1] for each in shown]),
+    }
+    gaps = [gap for *_, of_kind in kinds.values() for gap in of_kind if gap]
+    edge = REACH * statistics.median(abs(middle) + half for middle, half in gaps)
+    inside = [gap for gap in gaps if sum(gap) <= edge]
+    left = min(0.0, *(middle - half for middle, half in inside))
+    right = edge if len(inside) < len(gaps) else max(0.0, *map(sum, inside))
+    margin = 0.04 * (right - left) or 0.001
+
     pyplot.rcParams["font.size"] = 15
     figure, axes = pyplot.subplots(figsize=(11, 2 + 0.42 * len(shown)), layout="constrained")
-    kinds = {
-        "after as many steps": ("C0o", [each["steps"] for each in shown]),
-        "after as much time": ("C1s", [each["times"] and each["times"][1] for each in shown]),
-    }
-    for shift, (label, (style, intervals)) in zip((-0.16, 0.16), kinds.items()):
-        inside = [(*gap, y + shift) for y, gap in enumerate(intervals) if gap and sum(gap) < EDGE]
-        middles, halves, heights = zip(*(inside or [(math.nan,) * 3]))  # the legend shows both
+    for label, (style, shift, of_kind) in kinds.items():
+        points = [(*gap, y + shift) for y, gap in enumerate(of_kind) if gap in inside]
+        middles, halves, heights = zip(*(points or [(math.nan,) * 3]))  # the legend shows both
         how = dict(ms=8, lw=2.5, capsize=4, label=label)
         axes.errorbar(middles, heights, xerr=halves, fmt=style, **how)
-        for y, gap in enumerate(intervals):
-            if gap and sum(gap) >= EDGE:
+        for y, gap in enumerate(of_kind):
+            if gap and gap not in inside:
                 how = dict(ha="right", va="center", color=style[:2])
-                axes.text(EDGE * (0.87 + 0.8 * shift), y, f"{gap[0]:+.3f} ⟶", **how)
+                axes.text(edge * (0.87 + 0.8 * shift), y, f"{gap[0]:+.3f} ⟶", **how)
     axes.axvline(0, color="0.4", lw=1.5)
     axes.set_yticks(range(len(shown)), [names[each["mode"]] for each in shown])
-    axes.set(ylim=(len(shown) - 0.4, -0.6), xlim=(None, EDGE * 1.02))
+    axes.set(ylim=(len(shown) - 0.4, -0.6), xlim=(left - margin, right + margin))
     axes.set_xlabel(f"validation loss minus {names[baseline]}'s   (left is better)")
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)
@@ -307,34 +336,29 @@ def timed(scale, modes):
 
 
 def plan(scale, modes, extra, ratios):
-    """A Progress for the runs that are left. Prints how long they will take.
+    """A Progress for the runs that are left. Says first how long they will take.
 
-    It counts 10 tuning runs per mode, 3 at full length and 3 at each end of the extra lengths.
+    It expects of each mode 10 tuning runs, 3 at full length and 3 at each end of the extra lengths.
     extra: {mode: its extra lengths}. ratios: {mode: interval of its time ratio}.
     """
-    price = lambda mode, seed, length: study.cost(settings(scale, mode, {}, seed, length))
-    if not done(scale, baseline):
-        print(f"no runs of {baseline} for this scale, data and kind of machine: training it, too")
-    cost = weighted = 0
+    here, left = study.place(scale).items(), []
     for mode in modes:
-        whole = 10 * price(mode, 0, tune_share) + 3 * price(mode, 0, 1.0)
-        whole += sum(3 * price(mode, 0, length) for length in (*extra[mode][:1], *extra[mode][-1:]))
-        whole += sum(seeds * price(mode, 1, length) for length in (1.0, *extra[mode]))
-        left = max(0, whole - done(scale, mode))
-        cost += left
-        weighted += left * ratios[mode][1]
-    one = settings(scale, baseline, {}, 1)
-    steps = weighted / study.cost(one | {"max_iters": 1})
-    seconds = steps * study.probe(one) if steps else 0.0
-    print(f"about {seconds / len(study.devices()) / 3600:.1f} hours", flush=True)
-    return study.Progress(cost)
-
-
-def done(scale, mode):
-    """The cost of the finished runs of a mode at this scale, on this data and kind of machine."""
-    here = study.place(scale).items()
-    found = lines_of_mode(scale, mode)
-    return sum(study.cost(full) for full, line in found if here <= line.items())
+        tuned = [tune_share] * 10 + [1.0, *extra[mode][:1], *extra[mode][-1:]] * 3
+        final = product(range(1, seeds + 1), (1.0, *extra[mode]))
+        runs = (settings(scale, mode, {}, *each) for each in (*product([0], tuned), *final))
+        known = (full for full, line in lines_of_mode(scale, mode) if here <= line.items())
+        missing = Counter(map(SEED_AND_STEPS, runs)) - Counter(map(SEED_AND_STEPS, known))
+        if any(seed for seed, _ in missing):  # else fewer tuning runs were enough
+            left += [{"residual": mode, "max_iters": steps} for _, steps in missing.elements()]
+    if not left:
+        return None
+    of_step, others = study.probe(settings(scale, baseline, {}, 1))
+    price = lambda full: full["max_iters"] * ratios[full["residual"]][1] * of_step + others
+    n, names = len(study.devices()), dict.fromkeys(run["residual"] for run in left)
+    seconds = sum(map(price, left)) / n
+    what = f"to tune and train {' and '.join(names)}, {n} runs at a time"
+    study.say(f"about {study.duration(seconds)} {what}; stop with Ctrl-C, start again to continue")
+    return study.Progress(price, left, seconds)
 
 
 def lines_of_mode(scale, mode):
@@ -351,19 +375,27 @@ def main():
     own = [arg for arg in sys.argv[1:] if arg[2:].partition("=")[0] in (*OWN, "help")]
     rest = [arg for arg in sys.argv[1:] if arg not in own]
     configure(globals(), argv=own)
-    globals().update(name=f"rehearsal_{name}" if rehearse else name)
     files = [arg for arg in rest if not arg.startswith("--")] or [SCALE]
     given = [arg for arg in rest if arg.startswith("--")]
-    scale = study.parse([*files, *(TOY.split() if rehearse else []), *given])
+    warning = "REHEARSAL, ignore these numbers. " if rehearse else ""
+    if rehearse:
+        globals().update(name=f"rehearsal_{name}", seeds=2)
+        study.ROUNDS = 15
+        given = TOY.split() + given
+        study.say(warning.strip())
+    scale = study.parse([*files, *given])
     modes = [*RESIDUALS] if residual == "all" else residual.split(",")
-    modes = [mode for mode in modes if pick(RESIDUALS, mode, "residual") and mode != baseline]
+    everyone = [*dict.fromkeys([baseline, *modes])]
+    if seeds < 2 or len(everyone) < 2:
+        raise SystemExit(f"give at least 2 seeds, and a mode that is not the baseline {baseline}")
+    for mode in everyone:
+        if why := refusal(*(shape_of(scale) | {"residual": mode}).items()):
+            raise SystemExit(why)
 
-    if seeds < 2:
-        raise SystemExit(f"seeds={seeds}: give at least 2, for an interval")
-    everyone = [baseline, *modes]
-    print("timing the steps of modes that are not timed yet", flush=True)
+    if sys.stdout.isatty():
+        study.say(f"timing the steps of {', '.join(everyone)}", stays=False)
     ratios = study.race(name, timed(scale, everyone))
-    extra = dict.fromkeys(modes, ()) | {baseline: lengths(ratios)}
+    extra = dict.fromkeys(everyone, ()) | {baseline: lengths(ratios)}
     progress = plan(scale, everyone, extra, ratios)
 
     def lines_of(runs, look=()):
@@ -375,11 +407,18 @@ def main():
     with ThreadPoolExecutor(len(study.devices())) as pool:
         trained = dict(zip(everyone, pool.map(judged, everyone)))
     comparisons = [*compared(trained, ratios)]
-    print(study.table(HEAD, map(cells, comparisons)))
-
     draw(study.ROOT / "out" / f"{name}.png", comparisons)
-    print(f"out/{name}.png has the differences and their intervals")
+
+    rows = [cells_of_baseline(*trained[baseline]), *map(cells, comparisons)]
+    *columns, tuned = zip(HEAD, *rows)
+    study.say(study.aligned(columns))
+    for mode, words in zip(everyone, tuned[1:]):
+        study.say(f"{mode} was tuned to {words}")
+    study.say(f"±: 95% interval over {seeds} seeds; out/{name}.png shows the differences")
+    for found in comparisons:
+        study.say(warning + sentence(found, trained[baseline][1]))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, study.stop)
     main()

@@ -264,18 +264,68 @@ def free_devices():
 stopped = Event()  # set when a run fails or Ctrl-C stops it
 
 
+def stop(*_):
+    """Handles Ctrl-C. The runs receive it, too, and save."""
+    stopped.set()
+    say("stopped: the same command continues, and repeats no finished run")
+    raise SystemExit(130)
+
+
+def say(text, stays=True):
+    """Print a line. On a terminal, the next line overwrites it unless it stays."""
+    start, end = "", "\n"
+    if sys.stdout.isatty():
+        start = "\r\033[K"
+        if not stays:
+            text, end = text[: shutil.get_terminal_size().columns - 1], ""
+    print(start + text, end=end, flush=True)
+
+
+def duration(seconds):
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} hours"
+
+
 class Progress:
-    """How much of the work is done, and how long the rest will take."""
+    """How much of the work is done, and how long the rest will take.
 
-    def __init__(self, total):
-        self.left, self.done, self.began = total, 0.0, time.monotonic()
+    price(settings): proportional to the time of a run. runs: the settings of those to train.
+    seconds: an estimate for all of them. It counts like having measured a tenth of them.
+    """
 
-    def finish(self, cost):
-        self.done, self.left = self.done + cost, max(0.0, self.left - cost)
+    def __init__(self, price, runs, seconds=0.0):
+        self.price, self.done, self.total = price, 0, len(runs)
+        self.left = sum(map(price, runs))
+        self.paid = self.left / 10 if seconds else 0.0
+        self.began = time.monotonic() - seconds / 10
+
+    def finish(self, settings):
+        self.done += 1
+        self.total = max(self.total, self.done)  # tuning can need more runs than expected
+        self.paid += self.price(settings)
+        self.left = max(0.0, self.left - self.price(settings))
 
     def __str__(self):
-        minutes = (time.monotonic() - self.began) / 60 * self.left / max(self.done, 1e-9)
-        return f"about {minutes:.0f} minutes left"
+        seconds = (time.monotonic() - self.began) * self.left / self.paid
+        return f"{self.done} of {self.total}, {duration(seconds)} left"
+
+
+def described(settings, runs):
+    """A run in words, with the settings that differ between these runs."""
+    full = DEFAULTS | settings
+    tunes = full["val_part"] == "tune"
+    what = "tune" if tunes else f"seed {full['seed']}  {full['max_iters']} steps"
+    named = {"residual", "seed", "max_iters", "eval_interval", "learning_rate"}
+    others = {k: v for k, v in settings.items() if any(run.get(k) != v for run in runs)}
+    more = {k: v for k, v in others.items() if k not in named | OF_PLACE}
+    words = [f"{full['residual']:<8}", what, f"rate {full['learning_rate']:g}", written(more)]
+    return "  ".join(filter(None, words))
+
+
+def written(settings):
+    texts = {k: f"{v:g}" if type(v) is float else v for k, v in settings.items()}
+    return " ".join(f"{k}={text}" for k, text in texts.items())
 
 
 def cost(settings):
@@ -292,7 +342,7 @@ def run(study, runs, look=(), progress=None):
     lines = finished(study)
     wanted = [name_of({"key": key(settings)} | place(settings)) for settings in runs]
     missing = {name: run for name, run in zip(wanted, runs) if name not in lines}
-    progress = progress or Progress(sum(map(cost, missing.values())))
+    progress = progress or Progress(cost, missing.values())
 
     def job(name):
         device = free_devices().get()
@@ -305,10 +355,10 @@ def run(study, runs, look=(), progress=None):
             raise
         finally:
             free_devices().put(device)
-        progress.finish(cost(missing[name]))
-        loss = "diverged" if line["loss"] is None else f"{line['loss']:.4f}"
-        words = " ".join(f"{k}={v}" for k, v in line["settings"].items())
-        print(f"{study}: {loss}  {words}  ({progress})", flush=True)
+        progress.finish(missing[name])
+        loss = "diverged" if line["loss"] is None else f"loss {line['loss']:.3f}"
+        text = f"{described(missing[name], runs)}  {loss}   {progress}"
+        say(text, stays=progress.done == progress.total)
 
     with ThreadPoolExecutor(len(devices())) as pool:
         list(pool.map(job, missing))
@@ -332,17 +382,22 @@ def find(study, runs, look=()):
 
 
 def probe(settings, steps=30):
-    """Seconds of a step while all devices train, from short runs that leave no result."""
-    short = settings | {"max_iters": steps, "eval_interval": 0, "log_interval": 5}
+    """Seconds of a step, and the other seconds of a run, while all devices train.
+
+    The runs are short and leave no result. They evaluate as often as a run of a study.
+    """
+    short = settings | {"max_iters": steps, "eval_interval": steps, "log_interval": 5}
     folder = ROOT / "out" / "study" / f"probe-{os.getpid()}"
 
     def seconds(device, i):
-        return train(short, device, folder / str(i), ())["step_s"]
+        began = time.monotonic()
+        of_step = train(short, device, folder / str(i), ())["step_s"]
+        return of_step, time.monotonic() - began - steps * of_step
 
     with ThreadPoolExecutor(len(devices())) as pool:
         times = list(pool.map(seconds, devices(), range(len(devices()))))
     shutil.rmtree(folder)
-    return statistics.mean(times)
+    return [statistics.mean(each) for each in zip(*times)]
 
 
 def locked(study, name, settings, device, look):
@@ -424,6 +479,12 @@ def stepper(full, device):
     dtype = pick_dtype(full["dtype"], torch.device(device).type)
     step = bench.stepper(config, sequences, device, dtype, **how)[0]
     return lambda: [step() for _ in range(STEPS)]
+
+
+def aligned(columns):
+    """A table for a terminal."""
+    padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
+    return "\n".join("  ".join(row).rstrip() for row in zip(*padded))
 
 
 def table(header, rows):

@@ -87,11 +87,8 @@ def compared(optimizer="muon"):
 
 def verdicts(optimizer):
     """The judge's table, with the baseline and the verdicts after Holm's correction."""
-    choice, lines = judged(optimizer)[0][BASELINE]
-    own = {"mode": BASELINE, "params": lines[1.0][0]["params"], "choice": choice, "ratio": 1.0}
-    own |= {"loss": mean(losses_of(lines[1.0])), "steps": (0.0, 0.0), "times": []}
-    mode, params, loss, *_, tuned = judge.cells(own | {"diverged": None})
-    rows = [(mode, params, loss, "", "the baseline", "1.00", "", "", "", tuned)]
+    *cells, tuned = judge.cells_of_baseline(*judged(optimizer)[0][BASELINE])
+    rows = [(*cells, "", tuned)]
     gaps = {each["mode"]: each["steps"] for each in compared(optimizer) if each["steps"]}
     corrected = stats.holm(gaps, SEEDS[optimizer])
     for each in compared(optimizer):
