@@ -31,6 +31,7 @@ an error.
 import json
 import math
 import os
+import statistics
 import sys
 from functools import partial
 
@@ -306,6 +307,50 @@ def speed(axes, files):
             height += 1
     axes.axvline(1, color="0.7", lw=1)
     axes.set(xlabel="time over that of the first, and quartiles over the rounds", yticks=[])
+
+
+def differences(path, rows, baseline):
+    """Intervals of two differences from a baseline. rows: [(name, after as many steps, after as
+    much time)], where an interval is (middle, half), or None.
+
+    Limits cover every interval that ends within 3 times the median end. The others become arrows,
+    so that a bad design does not hide the differences between good ones.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    gaps = [gap for _, *both in rows for gap in both if gap]
+    edge = 3 * statistics.median(abs(middle) + half for middle, half in gaps)
+    inside = [gap for gap in gaps if sum(gap) <= edge]
+    left = min([0.0, *(middle - half for middle, half in inside)])
+    right = edge if len(inside) < len(gaps) else max([0.0, *map(sum, inside)])
+    margin = 0.04 * (right - left) or 0.001
+
+    plt.rcParams["font.size"] = 15
+    fig, axes = plt.subplots(figsize=(11, 2 + 0.42 * len(rows)), layout="constrained")
+    names, *kinds = zip(*rows)
+    labels = ("after as many steps", "after as much time")
+    for label, style, shift, of_kind in zip(labels, ("C0o", "C1s"), (-0.16, 0.16), kinds):
+        points = [(*gap, y + shift) for y, gap in enumerate(of_kind) if gap in inside]
+        middles, halves, heights = zip(*(points or [(math.nan,) * 3]))  # the legend shows both
+        how = dict(ms=8, lw=2.5, capsize=4, label=label)
+        axes.errorbar(middles, heights, xerr=halves, fmt=style, **how)
+        for y, gap in enumerate(of_kind):
+            if gap and gap not in inside:
+                how = dict(ha="right", va="center", color=style[:2])
+                axes.text(edge * (0.87 + 0.8 * shift), y, f"{gap[0]:+.3f} ⟶", **how)
+    axes.axvline(0, color="0.4", lw=1.5)
+    axes.set_yticks(range(len(names)), names)
+    axes.set(ylim=(len(names) - 0.4, -0.6), xlim=(left - margin, right + margin))
+    axes.set_xlabel(f"validation loss minus {baseline}'s   (left is better)")
+    axes.grid(axis="y", color="0.92")
+    axes.set_axisbelow(True)
+    fig.legend(loc="outside upper center", ncols=2, frameon=False)
+    path.parent.mkdir(exist_ok=True)
+    fig.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(fig)
 
 
 FIGURES = {

@@ -4,7 +4,7 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
     python runs/judge.py --residual=nag                 says first how long it takes
     python runs/judge.py --residual=nag,hc              several modes; all: every mode
     python runs/judge.py config/gpt2_124m.py --residual=nag    at another scale, on GPUs
-    python runs/judge.py --residual=nag --rehearse=True        all of it at toy size, in 90 seconds
+    python runs/judge.py --residual=nag --rehearse=True        tries all of it in 90 seconds
 
 1. Tune both modes alike, with seed 0 and a quarter of the steps, on a sample of one half of the
    validation split. Tune the learning rate first, and extend its grid while the best value is at an
@@ -17,9 +17,8 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
    the baseline for fewer and more steps, and interpolate its loss at the time of the mode. Its
    learning rate is tuned again at the shortest and the longest of these lengths.
 
-Finished runs are in results/judge.jsonl. They are not repeated when you restart the command or
-judge another mode. out/judge.png shows the differences. Other arguments are config files and
-settings of train.py.
+Finished runs are in results/judge.jsonl, and are not repeated when you restart the command or judge
+another mode. Other arguments are config files and settings of train.py.
 """
 
 import math
@@ -38,6 +37,7 @@ import torch
 from stats import gap_at, losses_of, paired, plus_minus, verdict
 from study import ROOT
 
+import plot
 from configurator import configure
 from model import GPT, RESIDUALS, GPTConfig
 
@@ -45,7 +45,7 @@ residual = "nag"  # modes to judge, separated by commas; all: every mode
 baseline = "prenorm"  # the mode to compare with
 seeds = 5  # seeds of the final runs: 1, 2, ...
 tune_share = 0.25  # length of a tuning run, as a share of max_iters
-rehearse = False  # all of it at toy size, with 2 seeds
+rehearse = False  # all of it at toy size, with 2 seeds and 2 values of what is tuned
 name = "judge"  # name of the file in results/
 
 OWN = ("residual", "baseline", "seeds", "tune_share", "rehearse", "name")
@@ -60,8 +60,6 @@ FACTORS = {  # multiples of a rate's default; each list is tried until one does 
 LENGTHS = (0.7, 1.4, 2.0, 2.8, 4.0)  # lengths of extra baseline runs, as shares of the whole
 TUNED = ("learning_rate", "init_out", *FACTORS)
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
-REACH = 3  # see draw
-SEED_AND_STEPS = itemgetter("seed", "max_iters")
 LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
 
 
@@ -266,68 +264,32 @@ def cells(found):
 
 
 def cells_of_baseline(choice, lines):
-    loss = f"{statistics.mean(losses_of(lines[1.0])):.4f}"
-    row = [baseline, f"{lines[1.0][0]['params']:,}", loss, "", "the baseline", "1.00", "", ""]
+    params, loss = lines[1.0][0]["params"], statistics.mean(losses_of(lines[1.0]))
+    row = [baseline, f"{params:,}", f"{loss:.4f}", "", "the baseline", "1.00", "", ""]
     return [*row, study.written(choice)]
 
 
 def sentence(found, lines):
     """What compare returned, in words. lines: those of the baseline, by length."""
+    mode, gap, times = found["mode"], found["steps"], found["times"]
     if found["diverged"]:
-        return f"{found['mode']}: {found['diverged']}"
-    shown = lambda gap: "({:+.3f} ± {:.3f})".format(*gap)
-    words = f"{found['mode']}: {verdict([found['steps']])} at equal steps {shown(found['steps'])}"
-    if found["times"]:
-        words += f", {verdict(found['times'])} at equal time {shown(found['times'][1])}"
-    loss = statistics.mean(losses_of(lines[1.0]))
-    return f"{words} than {'pre-norm' if baseline == 'prenorm' else baseline} ({loss:.3f})"
+        return f"{mode}: {found['diverged']}"
+    words = "{}: {} at equal steps ({:+.3f} ± {:.3f})".format(mode, verdict([gap]), *gap)
+    if times:
+        words += ", {} at equal time ({:+.3f} ± {:.3f})".format(verdict(times), *times[1])
+    other = "pre-norm" if baseline == "prenorm" else baseline
+    return f"{words} than {other} ({statistics.mean(losses_of(lines[1.0])):.3f})"
 
 
 def draw(path, comparisons, names=None):
-    """Both differences of each mode with their intervals, from the best mode to the worst.
-
-    names: {mode: its name in words}. A difference becomes an arrow if its interval ends at more
-    than REACH times the median end, so that a bad mode does not hide the others.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = sorted((each for each in comparisons if each["steps"]), key=lambda each: each["steps"])
-    names = {each["mode"]: each["mode"] for each in shown} | {baseline: baseline} | (names or {})
-    kinds = {
-        "after as many steps": ("C0o", -0.16, [each["steps"] for each in shown]),
-        "after as much time": ("C1s", 0.16, [(each["times"] or [None] * 2)[1] for each in shown]),
-    }
-    gaps = [gap for *_, of_kind in kinds.values() for gap in of_kind if gap]
-    edge = REACH * statistics.median(abs(middle) + half for middle, half in gaps)
-    inside = [gap for gap in gaps if sum(gap) <= edge]
-    left = min(0.0, *(middle - half for middle, half in inside))
-    right = edge if len(inside) < len(gaps) else max(0.0, *map(sum, inside))
-    margin = 0.04 * (right - left) or 0.001
-
-    pyplot.rcParams["font.size"] = 15
-    figure, axes = pyplot.subplots(figsize=(11, 2 + 0.42 * len(shown)), layout="constrained")
-    for label, (style, shift, of_kind) in kinds.items():
-        points = [(*gap, y + shift) for y, gap in enumerate(of_kind) if gap in inside]
-        middles, halves, heights = zip(*(points or [(math.nan,) * 3]))  # the legend shows both
-        how = dict(ms=8, lw=2.5, capsize=4, label=label)
-        axes.errorbar(middles, heights, xerr=halves, fmt=style, **how)
-        for y, gap in enumerate(of_kind):
-            if gap and gap not in inside:
-                how = dict(ha="right", va="center", color=style[:2])
-                axes.text(edge * (0.87 + 0.8 * shift), y, f"{gap[0]:+.3f} ⟶", **how)
-    axes.axvline(0, color="0.4", lw=1.5)
-    axes.set_yticks(range(len(shown)), [names[each["mode"]] for each in shown])
-    axes.set(ylim=(len(shown) - 0.4, -0.6), xlim=(left - margin, right + margin))
-    axes.set_xlabel(f"validation loss minus {names[baseline]}'s   (left is better)")
-    axes.grid(axis="y", color="0.92")
-    axes.set_axisbelow(True)
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    pyplot.close(figure)
+    """Draw both differences, from the best mode to the worst. names: {mode: its name in words}"""
+    names = {baseline: "pre-norm" if baseline == "prenorm" else baseline} | (names or {})
+    shown = sorted((each for each in comparisons if each["steps"]), key=itemgetter("steps"))
+    middle = lambda times: times[1] if times else None
+    rows = [(names.get(each["mode"], each["mode"]), each["steps"], middle(each["times"]))
+            for each in shown]  # fmt: skip
+    if rows:
+        plot.differences(path, rows, names[baseline])
 
 
 def timed(scale, modes):
@@ -338,16 +300,19 @@ def timed(scale, modes):
 def plan(scale, modes, extra, ratios):
     """A Progress for the runs that are left. Says first how long they will take.
 
-    It expects of each mode 10 tuning runs, 3 at full length and 3 at each end of the extra lengths.
+    It expects of each mode 10 tuning runs, 3 at full length and 3 at each end of the extra lengths;
+    in a rehearsal, 7, 2 and 2.
     extra: {mode: its extra lengths}. ratios: {mode: interval of its time ratio}.
     """
     here, left = study.place(scale).items(), []
+    seed_and_steps = itemgetter("seed", "max_iters")
     for mode in modes:
-        tuned = [tune_share] * 10 + [1.0, *extra[mode][:1], *extra[mode][-1:]] * 3
-        final = product(range(1, seeds + 1), (1.0, *extra[mode]))
-        runs = (settings(scale, mode, {}, *each) for each in (*product([0], tuned), *final))
+        ends = [1.0, *extra[mode][:1], *extra[mode][-1:]]
+        tuned = [tune_share] * (7 if rehearse else 10) + ends * (2 if rehearse else 3)
+        pairs = [*product([0], tuned), *product(range(1, seeds + 1), (1.0, *extra[mode]))]
+        runs = (settings(scale, mode, {}, *pair) for pair in pairs)
         known = (full for full, line in lines_of_mode(scale, mode) if here <= line.items())
-        missing = Counter(map(SEED_AND_STEPS, runs)) - Counter(map(SEED_AND_STEPS, known))
+        missing = Counter(map(seed_and_steps, runs)) - Counter(map(seed_and_steps, known))
         if any(seed for seed, _ in missing):  # else fewer tuning runs were enough
             left += [{"residual": mode, "max_iters": steps} for _, steps in missing.elements()]
     if not left:

@@ -6,11 +6,10 @@ line has its settings, data and kind of machine. A killed run resumes where it s
 core trains one run at a time, with one thread. Each GPU trains one run at a time. Start one study
 at a time: two studies do not know which cores or GPUs the other uses.
 
-A line has: key, a hash of all settings that change the result; settings; loss, the last
-validation loss (null if the run diverged); start, the validation loss at step 0 (null if there is
-none); curve, [step, mean of the logged training losses since the last point]; step_s, the median
-seconds of a step while other runs train alongside; where it ran; and what eval.py measured, if it
-was asked for.
+A line has: key, a hash of all settings that change the result; settings; loss, the last validation
+loss, and start, that at step 0 (null: diverged, or none); curve, [step, mean of the logged training
+losses since the last point]; step_s, the median seconds of a step while other runs train alongside;
+where it ran; and what eval.py measured, if it was asked for.
 """
 
 import fcntl
@@ -38,17 +37,9 @@ sys.path.insert(0, str(ROOT))
 
 import bench
 import checkpoint
+import machine
 from configurator import configure
 from data import Windows
-from machine import (
-    can_compile,
-    commit,
-    cores,
-    device_name,
-    pick_device,
-    pick_dtype,
-    prepare_process,
-)
 from model import GPTConfig
 
 TRAIN, EVAL = str(ROOT / "train.py"), str(ROOT / "eval.py")
@@ -58,6 +49,7 @@ OF_PLACE = set(
     "data_dir out_dir log_interval save_interval keep_interval save_best wandb_log "
     "device loss_chunk recompute shard".split()
 )
+NAMED = {"residual", "seed", "max_iters", "eval_interval", "learning_rate", "val_part"}
 POINTS = 40  # most points per curve
 MOD = ("--what=mod", "--depth_tokens=16384")  # of a mixture of depths: how many tokens skip
 ROUNDS, STEPS = 45, 4  # rounds per race, and steps of each run per round
@@ -104,16 +96,16 @@ def data_hash(data_dir):
 def place(settings):
     """What runs must share to be compared: the data, and how the machine computes."""
     full = DEFAULTS | settings
-    device = pick_device(full["device"]).type
+    device = machine.pick_device(full["device"]).type
     code = "compiled" if compiles(full) else "eager"
-    computes = f"{device} {pick_dtype(full['dtype'], device)} {code}"
+    computes = f"{device} {machine.pick_dtype(full['dtype'], device)} {code}"
     return {"data": data_hash(full["data_dir"]), "computes": computes}
 
 
 def compiles(full):
     """Whether a run with these settings compiles its model."""
     known = full["compile"]
-    return can_compile(pick_device(full["device"]).type) if known is None else known
+    return machine.can_compile(machine.pick_device(full["device"]).type) if known is None else known
 
 
 def name_of(line):
@@ -246,10 +238,10 @@ def short(x):
 @cache
 def devices():
     """The devices that train in parallel. Each CPU core counts as one."""
-    kind = pick_device(DEFAULTS["device"]).type
+    kind = machine.pick_device(DEFAULTS["device"]).type
     if kind == "cuda":
         return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    return [kind] * (cores() if kind == "cpu" else 1)
+    return [kind] * (machine.cores() if kind == "cpu" else 1)
 
 
 @cache
@@ -282,9 +274,8 @@ def say(text, stays=True):
 
 
 def duration(seconds):
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} hours"
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} hours"
 
 
 class Progress:
@@ -316,16 +307,14 @@ def described(settings, runs):
     full = DEFAULTS | settings
     tunes = full["val_part"] == "tune"
     what = "tune" if tunes else f"seed {full['seed']}  {full['max_iters']} steps"
-    named = {"residual", "seed", "max_iters", "eval_interval", "learning_rate"}
-    others = {k: v for k, v in settings.items() if any(run.get(k) != v for run in runs)}
-    more = {k: v for k, v in others.items() if k not in named | OF_PLACE}
-    words = [f"{full['residual']:<8}", what, f"rate {full['learning_rate']:g}", written(more)]
+    own = {k: v for k, v in settings.items() if k not in NAMED | OF_PLACE}
+    varied = {k: v for k, v in own.items() if any(run.get(k) != v for run in runs)}
+    words = (f"{full['residual']:<8}", what, f"rate {full['learning_rate']:g}", written(varied))
     return "  ".join(filter(None, words))
 
 
 def written(settings):
-    texts = {k: f"{v:g}" if type(v) is float else v for k, v in settings.items()}
-    return " ".join(f"{k}={text}" for k, text in texts.items())
+    return " ".join(f"{k}={v:g}" if type(v) is float else f"{k}={v}" for k, v in settings.items())
 
 
 def cost(settings):
@@ -384,20 +373,20 @@ def find(study, runs, look=()):
 def probe(settings, steps=30):
     """Seconds of a step, and the other seconds of a run, while all devices train.
 
-    The runs are short and leave no result. They evaluate as often as a run of a study.
+    The runs are short and leave no result. They evaluate as often as the runs of the judge.
     """
     short = settings | {"max_iters": steps, "eval_interval": steps, "log_interval": 5}
     folder = ROOT / "out" / "study" / f"probe-{os.getpid()}"
 
-    def seconds(device, i):
+    def measured(i):
         began = time.monotonic()
-        of_step = train(short, device, folder / str(i), ())["step_s"]
-        return of_step, time.monotonic() - began - steps * of_step
+        step_s = train(short, devices()[i], folder / str(i), ())["step_s"]
+        return step_s, time.monotonic() - began - steps * step_s
 
     with ThreadPoolExecutor(len(devices())) as pool:
-        times = list(pool.map(seconds, devices(), range(len(devices()))))
+        found = [*pool.map(measured, range(len(devices())))]
     shutil.rmtree(folder)
-    return [statistics.mean(each) for each in zip(*times)]
+    return map(statistics.mean, zip(*found))
 
 
 def locked(study, name, settings, device, look):
@@ -441,8 +430,11 @@ def race(study, runs, measure=True):
         first = next(iter(runs))
         settings = {name: DEFAULTS | runs[name] for name in dict.fromkeys([first, *missing])}
         times = timed(settings)
-        where = {"computes": computes, "machine": device_name(pick_device(DEFAULTS["device"]))}
-        where |= {"threads": 1, "commit": commit(), "torch": torch.__version__}
+        where = {
+            "computes": computes,
+            "machine": machine.device_name(machine.pick_device(DEFAULTS["device"])),
+        }
+        where |= {"threads": 1, "commit": machine.commit(), "torch": torch.__version__}
         for name in missing:
             per_token = tokens_of(settings[first]) / tokens_of(settings[name])
             ratios = [a / b * per_token for a, b in zip(times[name], times[first])]
@@ -455,8 +447,8 @@ def race(study, runs, measure=True):
 
 def timed(settings):
     """Seconds of each round: {name: [seconds]}. settings: {name: all settings of a run}"""
-    device = str(pick_device(DEFAULTS["device"]))
-    prepare_process(device)
+    device = str(machine.pick_device(DEFAULTS["device"]))
+    machine.prepare_process(device)
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -476,7 +468,7 @@ def stepper(full, device):
     how = {"micro_steps": share // sequences, "optimizer": full["optimizer"]}
     how |= {"compile": compiles(full), "recompute": full["recompute"]}
     how |= {"loss_chunk": full["loss_chunk"]}
-    dtype = pick_dtype(full["dtype"], torch.device(device).type)
+    dtype = machine.pick_dtype(full["dtype"], torch.device(device).type)
     step = bench.stepper(config, sequences, device, dtype, **how)[0]
     return lambda: [step() for _ in range(STEPS)]
 

@@ -216,7 +216,7 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
         return loss + 0.3 * math.sin(full["seed"]) + alone
 
     monkeypatch.setattr(study, "train", trainer(loss_of, trained))
-    monkeypatch.setattr(study, "probe", lambda settings: 9.0)
+    monkeypatch.setattr(study, "probe", lambda settings: (9.0, 0.0))
     monkeypatch.setattr(study, "stepper", lambda full, device: full["residual"])
     seconds = {"prenorm": [0.1, 0.2, 0.1], "nag": [0.1 * ratio, 0.2 * ratio, 0.1 * ratio]}
     monkeypatch.setattr(study.bench, "race", lambda steps, rounds: seconds)
@@ -226,24 +226,95 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     for _ in range(2):  # the second time nothing is left to train
         judge.main()
     lines = capsys.readouterr().out.splitlines()
-    rows = [line.split(" | ") for line in lines if line.startswith("| nag")]
-    assert rows[0] == rows[1]
+    rows = [re.split(" {2,}", line) for line in lines if re.match(r"(nag|prenorm) +1,000 ", line)]
+    assert rows[:2] == rows[2:] and rows[0][3] == "the baseline"
     assert (place / "out" / "judge.png").stat().st_size > 0
     longest = 2.0 if ratio > 1.4 else 1.4
     steps = 4200 * (1 + ratio) + 2000 * (0.7 + 1.4 + 2.0 * (ratio > 1.4))
     steps += 3 * 400 * (0.7 + longest)  # the rate is tuned again at the ends
-    assert lines[1].startswith("no runs of prenorm for this scale")
-    assert lines[2] == f"about {steps * 9.0 / 2 / 3600:.1f} hours" and "about 0.0 hours" in lines
-    row = rows[0]
+    hours = f"about {steps * 9.0 / 2 / 3600:.1f} hours to tune and train prenorm and nag"
+    assert lines[0].startswith(hours) and "\n".join(lines).count("about") == 1
+    assert any(
+        re.fullmatch(r"nag +tune  rate 0.016  loss .*   \d+ of \d\d, .* left", x) for x in lines
+    )
+    row = rows[1]
     assert (row[4], row[7]) == words
     assert float(row[3].split()[0]) == pytest.approx(-gain, abs=2e-3)
     assert float(row[6].split()[0]) == pytest.approx(-gain + 0.2 * math.log(ratio), abs=2e-3)
     tuned = "learning_rate=0.016 init_out=zero gate_lr=0.256 embed_lr=0.025"
-    assert row[8] == f"{tuned} |"
+    assert f"nag was tuned to {tuned}" in lines
+    number = r"\([+-]0.0\d\d ± 0.00\d\)"
+    sentence = rf"nag: {words[0]} at equal steps {number}, {words[1]} at equal time {number}"
+    assert re.fullmatch(sentence + r" than pre-norm \(0.\d{3}\)", lines[-1])
     keys = [line["key"] for line in study.read("judge") if "key" in line]
     assert len(keys) == len(set(keys)) == len(trained)
     assert {s["seed"] for s in trained if s["val_part"] == "tune"} == {0}
     assert {s["seed"] for s in trained if s["val_part"] == "report"} == {1, 2, 3, 4, 5}
+
+
+def test_a_rehearsal_is_small_and_says_so(place, monkeypatch, capsys):
+    trained = []
+    loss_of = lambda full: 5.0 + 0.1 * full["seed"] + full["learning_rate"]
+    monkeypatch.setattr(study, "train", trainer(loss_of, trained))
+    monkeypatch.setattr(study, "probe", lambda settings: (0.01, 3.0))
+    monkeypatch.setattr(study, "race", lambda name, runs: dict.fromkeys(runs, (1.0, 1.0, 1.0)))
+    monkeypatch.setattr(study, "ROUNDS", study.ROUNDS)
+    for name in judge.OWN:
+        monkeypatch.setattr(judge, name, getattr(judge, name))
+    monkeypatch.setattr(sys, "argv", ["judge.py", "--rehearse=True"])
+    judge.main()
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "REHEARSAL, ignore these numbers." and last.startswith(f"{first} nag: ")
+    assert len(trained) <= 30 and all(run["eval_tokens"] == 2048 for run in trained)
+    assert not study.read("judge") and study.read("rehearsal_judge")
+
+
+@cases("argv, message", [
+    ("--residual=foo", "residual='foo': choose one of none, postnorm, prenorm, perinorm, "),
+    ("--residual=prenorm", "give at least 2 seeds, and a mode that is not the baseline prenorm"),
+    ("--residual=nag --n_embd=63", "n_embd"),
+])  # fmt: skip
+def test_the_judge_refuses_what_it_cannot_build_in_one_line(monkeypatch, argv, message):
+    for name in judge.OWN:
+        monkeypatch.setattr(judge, name, getattr(judge, name))
+    monkeypatch.setattr(sys, "argv", ["judge.py", *argv.split()])
+    with pytest.raises(SystemExit, match=message) as refused:
+        judge.main()
+    assert "\n" not in str(refused.value)
+
+
+def test_a_progress_line_is_overwritten_on_a_terminal_only(monkeypatch, capsys):
+    study.say("1 of 2", stays=False)
+    assert capsys.readouterr().out == "1 of 2\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "5")
+    study.say("1 of 2", stays=False)
+    study.say("the table")
+    assert capsys.readouterr().out == "\r\033[K1 of\r\033[Kthe table\n"
+
+
+def test_the_time_left_agrees_with_the_estimate_until_much_is_measured(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(study.time, "monotonic", lambda: now[0])
+    progress = study.Progress(lambda run: 60.0, [{}] * 100, seconds=3000.0)  # on two devices
+    shown = []
+    for _ in range(101):
+        now[0] += 60.0  # they are half as fast as expected
+        progress.finish({})
+        shown.append(str(progress))
+    assert shown[0] == "1 of 100, 54 min left"
+    assert shown[49] == "50 of 100, 46 min left"
+    assert shown[100] == "101 of 101, 1 min left"
+
+
+def test_ctrl_c_says_at_once_how_to_continue(place, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        study.stop()
+    assert stopped.value.code == 130
+    assert "the same command continues" in capsys.readouterr().out
+    monkeypatch.setattr(study, "train", lambda *_: pytest.fail("a run has started"))
+    with pytest.raises(SystemExit, match="toy: stopped"):
+        study.run("toy", [{"seed": 1}])
 
 
 def test_the_baseline_is_trained_as_long_as_the_slowest_mode_needs():
@@ -278,6 +349,14 @@ def test_the_figure_cuts_no_interval_and_hides_no_point(tmp_path, monkeypatch):
     from matplotlib import pyplot
 
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    for steps, time in (((0.4, 0.1), (0.3, 0.2)), ((-0.5, 0.3), None), ((0.0, 0.0), (0.0, 0.0))):
+        times = [time] * 3 if time else []
+        judge.draw(tmp_path / "b.png", [{"mode": "keel", "steps": steps, "times": times}])
+        axes = pyplot.gcf().axes[0]
+        left, right = axes.get_xlim()
+        ends = [middle + sign * half for middle, half in (steps, time or steps) for sign in (-1, 1)]
+        assert left < min(0, *ends) and max(0, *ends) < right and not axes.texts
+
     gaps = {"nag": (-0.02, 0.01), "bhyt": (0.01, 0.005), "dyt": (0.04, 0.02), "none": (0.4, 0.1)}
     found = [{"mode": mode, "steps": gap, "times": [gap] * 3} for mode, gap in gaps.items()]
     found.append({"mode": "lns", "steps": None, "times": []})  # it diverged
@@ -286,10 +365,10 @@ def test_the_figure_cuts_no_interval_and_hides_no_point(tmp_path, monkeypatch):
     (axes,) = figure.axes
     left, right = axes.get_xlim()
     lines = [part for bars in axes.collections for part in bars.get_segments()]
-    assert len(lines) == 2 * 2
+    assert len(lines) == 2 * 3
     assert all(left < x < right for line in lines for x, _ in line)
     arrows = [text.get_text().split()[0] for text in axes.texts]
-    assert sorted(arrows) == ["+0.040", "+0.040", "+0.400", "+0.400"]
+    assert sorted(arrows) == ["+0.400", "+0.400"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["NAG", "bhyt", "dyt", "none"]
     legend = figure.legends[0].get_window_extent()
     assert legend.y0 >= axes.get_window_extent().y1
