@@ -1598,6 +1598,29 @@ def test_stopped_and_resumed_equals_never_stopped(data, tmp_path, monkeypatch, c
     assert set(os.listdir(two)) == {"ckpt.pt", "log.jsonl"} and not old.exists()
 
 
+def test_a_run_says_what_happens_next(data, tmp_path, monkeypatch, capfd):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        on_forward(patch, send_sigterm)
+        train(data, run)
+    assert "stopping after this step; a second Ctrl-C ends at once" in capfd.readouterr().err
+    resume(run)
+    told = capfd.readouterr().out
+    assert f"{run}/ckpt.pt is saved: python eval.py --out_dir={run}" in told
+    assert "rises again" not in told and "compiling" not in told
+    resume(run, max_iters=8)
+    assert "the schedule now ends at step 8" in capfd.readouterr().out
+
+
+def test_fine_tuning_takes_its_learning_rates_from_those_of_the_base(data, runs, tmp_path, capfd):
+    for given, expected in (({}, 4e-4), ({"lora_rank": 2}, 4e-3), ({"learning_rate": 1e-3}, 1e-3)):
+        out = tmp_path / str(expected)
+        how = dict(init_from=runs / "a", max_iters=1, eval_tokens=512, compile=False, **given)
+        resume(out, **how)
+        assert log_of(out).headers[0]["settings"]["learning_rate"] == pytest.approx(expected)
+        assert "its learning rates decide those that are not given" in capfd.readouterr().out
+
+
 def test_a_run_survives_a_kill_in_the_first_step_and_a_full_disk(data, runs, tmp_path, monkeypatch):
     def dies(number, loss):
         raise KeyboardInterrupt
@@ -2003,9 +2026,9 @@ def without(state, name):
     ("run/ckpt.pt", edited(lambda b: b"text"), "is no checkpoint of train.py"),
     ("run/ckpt.pt", resaved(lambda s: {"weights": 1}), "it lacks config, settings or step"),
     ("run/ckpt.pt", resaved(lambda s: s | {"meta": Evil()}), "is no checkpoint of train.py"),
-    ("run/ckpt.pt", resaved(lambda s: without(s, "format")), "has format 1, this code reads 3"),
-    ("run/ckpt.pt", resaved(lambda s: s | {"format": 2}), "has format 2, this code reads 3"),
-    ("run/ckpt.pt", resaved(lambda s: s | {"format": 99}), "has format 99, this code reads 3"),
+    ("run/ckpt.pt", resaved(lambda s: without(s, "format")), "has format 1, this code reads 4"),
+    ("run/ckpt.pt", resaved(lambda s: s | {"format": 2}), "has format 2, this code reads 4"),
+    ("run/ckpt.pt", resaved(lambda s: s | {"format": 99}), "has format 99, this code reads 4"),
     ("run/ckpt.pt", config(n_embd=64), "does not fit its own settings"),
     ("run/ckpt.pt", config(bhyt_causal=True), "differs from this code in the settings bhyt_causal"),
     ("run/ckpt.pt", resaved(lambda s: s | {"config": without(s["config"], "smear")}), "smear: use"),
