@@ -206,6 +206,30 @@ def test_eval_finds_a_leak_only_where_routing_looks_ahead(changes):
 # --- Small ones -----------------------------------------------------------------------------------
 
 
+@cases("what", ["products", "route"])
+def test_compiled_gradients_of_float32_products_are_float32(what):
+    """Under bfloat16 autocast. torch's default repeats autocast in the compiled backward."""
+    model = tiny(residual="mhc", moe_experts=4)
+    model.compile_blocks()  # sets how backwards are compiled
+    x, w = torch.randn(4, 8, 32), torch.randn(6, 32)
+    layer = model.blocks[0].mlp
+    weight = w if what == "products" else layer.router.weight
+
+    def run(x, weight):
+        if what == "products":
+            return streams_file.products(x, weight, 1e-6)
+        return layer.route(x.flatten(0, 1))[0]
+
+    found = []
+    for function in (run, torch.compile(run)):
+        leaves = [x.clone().requires_grad_(), weight.requires_grad_()]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(*leaves)
+        found.append(torch.autograd.grad((y * y.detach()).sum(), leaves))
+    for ours, theirs in zip(*found):
+        assert (ours - theirs).norm() < 1e-5 * ours.norm()
+
+
 def test_rezero_starts_as_the_identity():
     model, idx = tiny(residual="rezero"), some_ids()
     (*_, before, _), *_, (*_, last) = depth.walk(model, idx)
