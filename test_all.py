@@ -549,6 +549,30 @@ def test_model_equals_the_equations(changes):
     check_against_the_equations(**changes)
 
 
+@torch.no_grad()
+@cases("place", ["embedding", "attention weights", "attention", "mlp"])
+def test_dropout_in_each_place_drops_half_and_doubles_the_rest(place):
+    model, idx = shaken(tiny(residual="prenorm", dropout=0.5)).double().eval(), some_ids(64)
+    block, rope, at = model.blocks[0], (model.cos, model.sin), torch.arange(32)
+    stream = model.begin(idx, at)
+    outputs = {
+        "embedding": lambda: model.begin(idx, at).x,
+        "attention weights": lambda: block.attn(stream.x, rope)[:, 0],
+        "attention": lambda: block.attend(stream, rope).x - stream.x,
+        "mlp": lambda: block.feed(stream).x - stream.x,
+    }
+    if place == "attention weights":  # the first token sees only itself, with a weight of 1
+        block.attn.wo.weight.copy_(torch.eye(32))
+    else:
+        block.attn.dropout = 0.0
+    whole = outputs[place]()
+    model.train()
+    dropped = outputs[place]()
+    kept = dropped.abs() > 1e-9
+    assert 0.3 < kept.double().mean() < 0.7
+    assert_close(dropped, 2 * whole * kept)
+
+
 @cases(
     "residual, how", [("nag", dict(loss_chunk=7)), ("bhyt", dict(loss_chunk=100, recompute=True))]
 )
@@ -1162,6 +1186,17 @@ def test_tau_and_k_follow_from_the_scores(shared):
         assert router.tau.item() == pytest.approx(exact, abs=2e-3)
         assert router.k == pytest.approx(32 * (row >= exact).float().mean().item(), abs=0.6)
     assert sum(router.k for router in routers) == pytest.approx(0.7 * 32 * 6, abs=3)  # rounded
+
+
+def test_a_checkpoint_sums_the_scores_of_all_ranks_and_leaves_those_of_each_alone(monkeypatch):
+    model = tiny(**MOD)
+    model(some_ids())
+    monkeypatch.setattr(mod.dist, "all_reduce", lambda scores: scores.mul_(2))  # two equal ranks
+    before = {name: x.clone() for name, x in model.named_buffers() if name.endswith(".fresh")}
+    saved = mod.scores_of_all_ranks(model, world=2)
+    assert_close(saved, {name: 2 * x for name, x in before.items()})
+    assert all(torch.equal(model.get_buffer(name), x) for name, x in before.items())
+    assert all(x.sum() == 2 * 32 for x in before.values())
 
 
 @cases("rate", [0.1, 0.35, 0.6])

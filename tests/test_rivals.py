@@ -380,9 +380,10 @@ def test_the_depth_report_has_the_mixing_of_streams_and_the_weights_of_sources()
 
 
 @torch.no_grad()
-@cases("residual", ["attnres", "attnres_block"])
-def test_an_output_that_a_token_skips_gets_no_weight(residual):
-    model = routed(residual=residual, mod_router="learned", **{**MOD, "n_layer": 4})
+@cases("residual, size", [("attnres", None), ("attnres_block", 1), ("attnres_block", 3)])
+def test_an_output_that_a_token_skips_gets_no_weight(residual, size):
+    """A source of several sublayers counts for a token that runs any of them."""
+    model = routed(residual=residual, attnres_size=size, mod_router="learned", n_layer=4, **MOD)
     *_, (*_, last) = depth.walk(model, some_ids())
     p, sources = model.ends.weights(last), streams_file.sources_of(last)
     assert_close(p.sum(-1), torch.ones(2, 32))
