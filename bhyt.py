@@ -27,7 +27,7 @@ from torch import nn
 from machine import gathered
 from norms import FinalNorm, PreNorm, make_norm, readers, refuse, upcast, weight_of
 
-P = 0.99  # the share of a token's features that must stay below lam
+P = 0.99  # at least this share of a token's features has |tanh's argument| <= lam, by Eq. 1
 KAPPA = (1 - P) ** -0.5  # Eq. 1
 INTERVAL = 100  # optimizer steps between refreshes of c
 UP = (1.50631041e-08, 2.17741688e-05, 0.00356421217, 0.134382384, 0.99999997)
@@ -141,7 +141,7 @@ class PreNormApprox(PreNorm):
         return self.norm.gain.detach().square().mean()  # Eq. 5
 
     def read(self, stream):
-        known = stream.lane is not None and not self.first  # prune.py may skip the MLP before
+        known = stream.lane is not None and not self.first  # prune.py may have skipped the MLP
         v = stream.lane if known else upcast(stream.x).square().mean(-1, keepdim=True)
         return self.norm(stream.x, v), stream.replace(lane=v)
 

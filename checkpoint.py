@@ -28,7 +28,8 @@ FORMAT = 4  # raise it when the content of a file or the meaning of a setting ch
 NEWEST = "ckpt.pt"
 RATES = ("learning_rate", "gate_lr", "embed_lr", "head_lr")
 FINE_TUNING = 0.1  # learning rates of all weights, as a share of those that trained the model
-FIXED = {"seed", "optimizer", "sft_data", "lora_rank"}  # and the model; the rest may change
+# with the model except dropout; train.py also fixes the data and the tokens per step
+FIXED = {"seed", "optimizer", "sft_data", "lora_rank"}
 SAVE_ERRORS = (OSError, RuntimeError)  # for example a full disk
 READ_ERRORS = (*SAVE_ERRORS, ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError)
 

@@ -19,7 +19,7 @@ b is the 0-based block, and B is n_layer. Each mode has two small modules. The r
 sublayer, has read and write. The ends, one per model, turn the token embedding into a stream and
 the last stream into the hidden states that the head multiplies.
 
-Differs from the papers:
+Notes, and differences from the papers:
 - Norms compute their statistics in float32, whatever the dtype of the stream.
 - perinorm also normalises the embedding, as its paper does. DyT multiplies the embedding by a
   learned scalar that starts at sqrt(C), as its release does.

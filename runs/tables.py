@@ -3,8 +3,8 @@ Fill the marked tables and numbers of the pages in PAGES from results/, and draw
 
     python runs/tables.py
 
-People write the text. A marked table has its name in front of it, and a marked number
-the name of a table, a row and a column. Rendered pages do not show the marks:
+People write the text. The mark before a table names it. The mark before a number names its table,
+row and column. Rendered pages do not show the marks:
 
     <!-- table: modes -->
     ...
@@ -12,7 +12,7 @@ the name of a table, a row and a column. Rendered pages do not show the marks:
 
     NAG ends at <!-- modes/nag/loss -->0.9891<!-- -->.
 
-A row is named by its first cells, as many as it takes to tell it from the others.
+A row is named by its first cell, or by more of them if the first is not unique.
 """
 
 import json
@@ -443,4 +443,5 @@ if __name__ == "__main__":
     for page in PAGES:
         text = filled((ROOT / page).read_text())
         (ROOT / page).write_text(text)
-    judge.draw(RESULTS / "modes.png", compared(), names_in_words(text))
+    readme = (ROOT / "README.md").read_text()
+    judge.draw(RESULTS / "modes.png", compared(), names_in_words(readme))
