@@ -18,8 +18,9 @@ x is the stream of the pre-norm model, x <- x + F(g x / rms(x)), and g is the ga
 
 A converted BHyT has bhyt_unit=True, so that c counts gamma (Eq. 6 of bhyt.py). A conversion to NAG
 loses the norms of the head's rows, the mean of the stream, the part of f along r, and how
-rms(f) / rms(x) differs between tokens. A tied head also loses the gain of the final norm: (2) leaves
-it as it is, because it is the embedding. NAG measures (3) and (4) on TOKENS tokens of training text.
+rms(f) / rms(x) differs between tokens. A tied head also loses the gain of the final norm: (2)
+leaves it as it is, because it is the embedding. NAG measures (3) and (4) on TOKENS tokens of
+training text.
 """
 
 import os
