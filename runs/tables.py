@@ -67,11 +67,12 @@ def judged(optimizer="muon"):
     ratios = study.race("judge", judge.timed(scale, trained), measure=False)
     choice, lines = trained[BASELINE]
     lengths = judge.lengths(ratios)
-    choices = dict.fromkeys(lengths, choice)
-    with suppress(NotFinished):  # the first runs are older than the tuning for these lengths
-        choices = judge.choices_at(scale, BASELINE, choice, lines_of, lengths)
     of_seeds = partial(judge.of_seeds, scale, BASELINE, seeds=SEEDS[optimizer])
-    lines |= {at: lines_of(of_seeds(own, length=at)) for at, own in choices.items()}
+    trained_at = lambda own: {at: lines_of(of_seeds(own[at], length=at)) for at in lengths}
+    try:
+        lines |= trained_at(judge.choices_at(scale, BASELINE, choice, lines_of, lengths))
+    except NotFinished:  # the first runs are older than the tuning for these lengths
+        lines |= trained_at(dict.fromkeys(lengths, choice))
     return trained, ratios
 
 
