@@ -264,60 +264,18 @@ def free_devices():
 stopped = Event()  # set when a run fails or Ctrl-C stops it
 
 
-def stop(*_):
-    """Stop at once, but let train.py save. Handles Ctrl-C, which the runs receive, too."""
-    stopped.set()
-    raise SystemExit(say("stopped: the same command continues, and repeats no finished run"))
-
-
-def say(text, stays=True):
-    """Print a line. On a terminal, the next line overwrites it unless it stays."""
-    start, end = "", "\n"
-    if sys.stdout.isatty():
-        start = "\r\033[K"
-        if not stays:
-            text, end = text[: shutil.get_terminal_size().columns - 1], ""
-    sys.stdout.write(start + text + end)
-    sys.stdout.flush()
-
-
-def duration(seconds):
-    minutes = max(1, round(seconds / 60))
-    return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} hours"
-
-
 class Progress:
-    """How many runs are done, and how long the rest will take.
+    """How much of the work is done, and how long the rest will take."""
 
-    price(settings): proportional to the time of a run. left: the price of all runs to train.
-    seconds: the time expected for them, which then counts as much as measuring a tenth of them.
-    """
+    def __init__(self, total):
+        self.left, self.done, self.began = total, 0.0, time.monotonic()
 
-    def __init__(self, price, left, done, total, seconds=0.0):
-        self.price, self.left, self.done, self.total = price, left, done, total
-        self.paid = left / 10 if seconds else 0.0
-        self.began = time.monotonic() - seconds / 10
-
-    def finish(self, settings):
-        price = self.price(settings)
-        self.paid, self.left = self.paid + price, max(0.0, self.left - price)
-        self.done += 1
-        self.total = max(self.total, self.done)  # tuning can need more runs than expected
+    def finish(self, cost):
+        self.done, self.left = self.done + cost, max(0.0, self.left - cost)
 
     def __str__(self):
-        seconds = (time.monotonic() - self.began) * self.left / self.paid
-        return f"{self.done} of {self.total}, {duration(seconds)} left"
-
-
-def described(settings, runs):
-    """A run in words: mode, seed, length, rate, and what else differs between these runs."""
-    full, every = DEFAULTS | settings, [DEFAULTS | run for run in runs]
-    named = {"residual", "seed", "max_iters", "eval_interval", "learning_rate", *OF_PLACE}
-    varied = [k for k in full if k not in named and any(other[k] != full[k] for other in every)]
-    tunes = full["val_part"] == "tune"
-    what = "tune" if tunes else f"seed {full['seed']}  {full['max_iters']} steps"
-    others = [f"{k}={full[k]:g}" if type(full[k]) is float else f"{k}={full[k]}" for k in varied]
-    return "  ".join([full["residual"], what, f"rate {full['learning_rate']:g}", *others])
+        minutes = (time.monotonic() - self.began) / 60 * self.left / max(self.done, 1e-9)
+        return f"about {minutes:.0f} minutes left"
 
 
 def cost(settings):
@@ -334,8 +292,7 @@ def run(study, runs, look=(), progress=None):
     lines = finished(study)
     wanted = [name_of({"key": key(settings)} | place(settings)) for settings in runs]
     missing = {name: run for name, run in zip(wanted, runs) if name not in lines}
-    left = sum(map(cost, missing.values()))
-    progress = progress or Progress(cost, left, 0, len(missing))
+    progress = progress or Progress(sum(map(cost, missing.values())))
 
     def job(name):
         device = free_devices().get()
@@ -348,10 +305,10 @@ def run(study, runs, look=(), progress=None):
             raise
         finally:
             free_devices().put(device)
-        progress.finish(missing[name])
-        loss = "diverged" if line["loss"] is None else f"loss {line['loss']:.3f}"
-        text = f"{described(missing[name], runs)}  {loss}   {progress}"
-        say(text, stays=progress.done == progress.total)
+        progress.finish(cost(missing[name]))
+        loss = "diverged" if line["loss"] is None else f"{line['loss']:.4f}"
+        words = " ".join(f"{k}={v}" for k, v in line["settings"].items())
+        print(f"{study}: {loss}  {words}  ({progress})", flush=True)
 
     with ThreadPoolExecutor(len(devices())) as pool:
         list(pool.map(job, missing))
@@ -362,12 +319,10 @@ class NotFinished(SystemExit):
     """A run has no result yet."""
 
 
-def find(study, runs, look=(), where=None):
-    """run, for runs that have all finished. look: as in run, not used. where: a place, or any."""
+def find(study, runs, look=()):
+    """run, for runs that have all finished. look: as in run, not used."""
     keys = [key(settings) for settings in runs]
-    here = (where or {}).items()
-    known = {name: line for name, line in finished(study).items() if here <= line.items()}
-    lines = {name: line for name, line in known.items() if name[0] in keys}
+    lines = {name: line for name, line in finished(study).items() if name[0] in keys}
     if len({name[1:] for name in lines}) > 1:
         raise SystemExit(f"{study}: its runs have different data, devices, dtypes or compilation")
     by_key = {name[0]: line for name, line in lines.items()}
@@ -377,22 +332,17 @@ def find(study, runs, look=(), where=None):
 
 
 def probe(settings, steps=30):
-    """Seconds of a step, and the other seconds of a run, while all devices train.
-
-    The runs are short and leave no result. They evaluate as often as a run of a study.
-    """
-    short = settings | {"max_iters": steps, "eval_interval": steps, "log_interval": 5}
+    """Seconds of a step while all devices train, from short runs that leave no result."""
+    short = settings | {"max_iters": steps, "eval_interval": 0, "log_interval": 5}
     folder = ROOT / "out" / "study" / f"probe-{os.getpid()}"
 
     def seconds(device, i):
-        began = time.monotonic()
-        of_step = train(short, device, folder / str(i), ())["step_s"]
-        return of_step, time.monotonic() - began - steps * of_step
+        return train(short, device, folder / str(i), ())["step_s"]
 
     with ThreadPoolExecutor(len(devices())) as pool:
         times = list(pool.map(seconds, devices(), range(len(devices()))))
     shutil.rmtree(folder)
-    return [statistics.mean(each) for each in zip(*times)]
+    return statistics.mean(times)
 
 
 def locked(study, name, settings, device, look):
@@ -474,13 +424,6 @@ def stepper(full, device):
     dtype = pick_dtype(full["dtype"], torch.device(device).type)
     step = bench.stepper(config, sequences, device, dtype, **how)[0]
     return lambda: [step() for _ in range(STEPS)]
-
-
-def aligned(header, rows):
-    """A table for a terminal: columns of equal width."""
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
-    lines = ("  ".join(map(str.ljust, cells, widths)) for cells in (header, *rows))
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def table(header, rows):
