@@ -257,6 +257,10 @@ class Formulas:
     def dyt(self, x):
         return self.p("norm.gain") * torch.tanh(self.p("norm.alpha") * x) + self.p("norm.shift")
 
+    def derf(self, x):
+        z = self.p("norm.alpha") * x + self.p("norm.s")
+        return self.p("norm.gain") * torch.special.erf(z) + self.p("norm.shift")
+
     def bounded(self, x, v=None):
         bound = self.p("norm.lam") * math.sqrt(1 - bhyt.P)
         return self.p("norm.gain") * torch.tanh(bound * self.scaled(x, v))
@@ -399,6 +403,13 @@ def mhc_sublayer(m, X):
             + 2 * torch.sigmoid(y[..., n + k, None]) * f for k in range(n)]  # fmt: skip
 
 
+def ihc_sublayer(m, X):
+    n, s = len(X), m.p("s")
+    y = mhc_products(m, X) * torch.cat([s[:1].expand(n), s[1:].expand(n)]) + m.p("b")
+    f = m.s * m.f(m.norm(sum((torch.sigmoid(y[..., i, None]) + 1e-6) * X[i] for i in range(n))))
+    return [X[i] + 2 * torch.sigmoid(y[..., n + i, None]) * f for i in range(n)]
+
+
 def mhc_end(m, X, W):
     pre = torch.sigmoid(m.p("s") * mhc_products(m, X) + m.p("b")) + 1e-6
     return m.norm(sum(pre[..., i, None] * x for i, x in enumerate(X))) @ W.T
@@ -458,6 +469,11 @@ EQUATIONS = {
         lambda m, x: x + m.s * m.f(m.dyt(x)),
         lambda m, e: m.p("scale") * e, lambda m, x, W: m.dyt(x) @ W.T,
     ),
+    "derf": Equation(
+        lambda m, x: x + m.s * m.f(m.derf(x)),
+        lambda m, e: m.p("scale") * e, lambda m, x, W: m.derf(x) @ W.T,
+    ),
+    "keel": Equation(lambda m, x: m.norm(2 * m.c.n_layer * x + m.s * m.f(m.norm(x, "norm_in")))),
     "deepnorm": Equation(lambda m, x: m.norm((2 * m.c.n_layer) ** 0.25 * x + m.s * m.f(x))),
     "rezero": Equation(lambda m, x: x + m.s * m.p("a") * m.f(m.norm(x)), end=final_norm),
     "mixln": Equation(mixln_sublayer, end=final_norm),
@@ -477,6 +493,7 @@ EQUATIONS = {
     "prenorm_approx": predicting(Formulas.norm, lambda m: m.p("norm.gain").square().mean()),
     "hc": Equation(hc_sublayer, copies, lambda m, X, W: m.norm(sum(X)) @ W.T),
     "mhc": Equation(mhc_sublayer, copies, mhc_end),
+    "ihc": Equation(ihc_sublayer, copies, mhc_end),
     "attnres": attention_residuals(lambda m: 1),
     "attnres_block": attention_residuals(lambda m: m.c.attnres_size or -(-m.c.n_layer // 4)),
 }  # fmt: skip
@@ -543,6 +560,7 @@ def test_every_mode_equals_its_equation(residual):
     dict(residual="ngpt", activation="swiglu", moe_experts=4, moe_shared=24, bias=True),
     dict(residual="hc", hc_streams=3, norm_eps=0.1),
     dict(residual="mhc", hc_streams=3, mhc_start="deepseek"), dict(residual="mhc", hc_streams=1),
+    dict(residual="ihc", hc_streams=3, mhc_start="deepseek"), dict(residual="ihc", hc_streams=1),
     *[dict(residual="attnres_block", attnres_size=size, n_layer=3) for size in (2, 3, 4, 9)],
 ])  # fmt: skip
 def test_model_equals_the_equations(changes):
