@@ -14,6 +14,12 @@ x is the stream, v the mean of x^2 over the d = n_embd features, T the context l
     prenorm_approx  RMSNorm in place of (2), and v' = v + c mean(gamma^2) in place of (3)       (5)
 
 Differs from the paper and its release:
+- c is recomputed every INTERVAL steps; the release does so every clamp(max_steps // 50, 1, 1000).
+  Its first c is computed before the final initialisation, and is stale until then.
+- tanh and 1 / sqrt(v + eps) are float32 here; the release casts both to bfloat16.
+- Not here: the release's learned corrections, gamma^2 in (3), a measured variance in the first
+  blocks, and a kappa that depends on depth, all optional there.
+- The norm before the head is an RMSNorm unless bhyt_lambda has a third value above 0.
 - A lam that is not learned is frozen; the release still trains it. As there, (3) detaches lam.
 - bhyt_unit is ours. gamma starts at kappa / lam, so that the first outputs have a variance near 1,
   like those of RMSNorm. W_V then reads gamma * tanh: c = |diag(gamma) W_V W_O|_F^2 / (T d).    (6)
