@@ -164,6 +164,8 @@ class Attention(nn.Module):
             mask = mask if docs is None else mask & (query_docs[:, :, None] == docs[:, None, :])
             mask = mask if mask.dim() == 2 else mask[:, None]
         q = self.query(h, rope).to(k.dtype)
+        if mask is not None:  # CUDA's fast kernels with a mask take no grouped queries
+            k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, 1) for x in (k, v))
         dropout = self.dropout * self.training
         if torch.compiler.is_compiling() and q.device.type == "cpu" and not dropout:
             chunk = 128 if cache is None else k.size(2)
@@ -171,7 +173,7 @@ class Attention(nn.Module):
         else:
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
-                scale=self.softmax_scale, enable_gqa=self.n_kv_head != self.n_head,
+                scale=self.softmax_scale, enable_gqa=k.size(1) != self.n_head,
             )  # fmt: skip
         return self.wo(y.transpose(1, 2).flatten(2))
 

@@ -14,6 +14,12 @@ x is the stream, v the mean of x^2 over the d = n_embd features, T the context l
     prenorm_approx  RMSNorm in place of (2), and v' = v + c mean(gamma^2) in place of (3)       (5)
 
 Differs from the paper and its release:
+- c is recomputed every INTERVAL steps; the release does so every clamp(max_steps // 50, 1, 1000).
+  Its first c is computed before the final initialisation, and is stale until then.
+- tanh and 1 / sqrt(v + eps) are float32 here; the release casts both to bfloat16.
+- Not here: the release's learned corrections, gamma^2 in (3), a measured variance in the first
+  blocks, and a kappa that depends on depth, all optional there.
+- The norm before the head is an RMSNorm unless bhyt_lambda has a third value above 0.
 - A lam that is not learned is frozen; the release still trains it. As there, (3) detaches lam.
 - bhyt_unit is ours. gamma starts at kappa / lam, so that the first outputs have a variance near 1,
   like those of RMSNorm. W_V then reads gamma * tanh: c = |diag(gamma) W_V W_O|_F^2 / (T d).    (6)
@@ -27,7 +33,7 @@ from torch import nn
 from machine import gathered
 from norms import FinalNorm, PreNorm, make_norm, readers, refuse, upcast, weight_of
 
-P = 0.99  # the share of a token's features that must stay below lam
+P = 0.99  # at least this share of a token's features has |tanh's argument| <= lam, by Eq. 1
 KAPPA = (1 - P) ** -0.5  # Eq. 1
 INTERVAL = 100  # optimizer steps between refreshes of c
 UP = (1.50631041e-08, 2.17741688e-05, 0.00356421217, 0.134382384, 0.99999997)
@@ -141,7 +147,7 @@ class PreNormApprox(PreNorm):
         return self.norm.gain.detach().square().mean()  # Eq. 5
 
     def read(self, stream):
-        known = stream.lane is not None and not self.first  # prune.py may skip the MLP before
+        known = stream.lane is not None and not self.first  # prune.py may have skipped the MLP
         v = stream.lane if known else upcast(stream.x).square().mean(-1, keepdim=True)
         return self.norm(stream.x, v), stream.replace(lane=v)
 

@@ -26,7 +26,10 @@ from model import GPT, RESIDUALS, GPTConfig
 
 FORMAT = 4  # raise it when the content of a file or the meaning of a setting changes
 NEWEST = "ckpt.pt"
-FIXED = {"seed", "optimizer", "sft_data", "lora_rank"}  # and the model; the rest may change
+RATES = ("learning_rate", "gate_lr", "embed_lr", "head_lr")
+FINE_TUNING = 0.1  # learning rates of all weights, as a share of those that trained the model
+# with the model except dropout; train.py also fixes the data and the tokens per step
+FIXED = {"seed", "optimizer", "sft_data", "lora_rank"}
 SAVE_ERRORS = (OSError, RuntimeError)  # for example a full disk
 READ_ERRORS = (*SAVE_ERRORS, ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError)
 
@@ -145,7 +148,8 @@ def inherit(saved, settings, given, going_on):
 
     saved: what load returns. settings: all settings of this start. given: those that the user gave.
     A run that goes on (resumed or branched) keeps the settings of the checkpoint. Fine-tuning keeps
-    the model and data_dir. Settings given now override these; changing a fixed one is an error.
+    the model and data_dir. It has a tenth of the learning rates, or with adapters all of them.
+    Settings given now override these; changing a fixed one is an error.
     """
     model = {field.name for field in fields(GPTConfig)}
     old = settings | saved["settings"] | saved["config"]
@@ -157,6 +161,8 @@ def inherit(saved, settings, given, going_on):
         fixed = FIXED | (model - {"dropout"})
     else:
         kept = settings | {key: old[key] for key in model | {"data_dir", "loss_chunk"}}
+        share = 1.0 if settings["lora_rank"] else FINE_TUNING
+        kept |= {key: old[key] and share * old[key] for key in RATES}
         fixed = model - {"dropout", "block_size"}
         predicts = RESIDUALS[old["residual"]].predicts
         if predicts and given.get("block_size", old["block_size"]) != old["block_size"]:

@@ -1,6 +1,6 @@
 """
-Convert a trained pre-norm model into a model of another residual mode. It needs no training, but
-some, afterwards, repairs what the conversion loses.
+Convert a trained pre-norm model into a model of another residual mode. The conversion needs no
+training. Further training recovers most of what it loses.
 
     python convert.py out/ckpt.pt out/nag.pt --residual=nag    settings of the new mode may follow
     python train.py --init_from=out/nag.pt --out_dir=out/nag
@@ -16,10 +16,11 @@ x is the stream of the pre-norm model, x <- x + F(g x / rms(x)), and g is the ga
                         g_dec keeps the standard deviation of the logits; both deviations are
                         weighted by pre-norm's probabilities                                    (4)
 
-A converted BHyT has bhyt_unit=True, because its gamma is far from 1. A conversion to NAG loses the
-norms of the head's rows, the mean of the stream, the part of f along r, and how rms(f) / rms(x)
-differs between tokens. A tied head also loses the gain of the final norm: (2) leaves it as it is,
-because it is the embedding. NAG measures (3) and (4) on TOKENS tokens of training text.
+A converted BHyT has bhyt_unit=True, so that c counts gamma (Eq. 6 of bhyt.py). A conversion to NAG
+loses the norms of the head's rows, the mean of the stream, the part of f along r, and how
+rms(f) / rms(x) differs between tokens. A tied head also loses the gain of the final norm: (2)
+leaves it as it is, because it is the embedding. NAG measures (3) and (4) on TOKENS tokens of
+training text.
 """
 
 import os
@@ -45,7 +46,7 @@ TOKENS = 8192  # of text, for Eqs. 3 and 4
 
 
 def keep_norms(model, source, batches):
-    """Pre-norm's parameters are all that prenorm_approx has."""
+    """prenorm_approx has the parameters of pre-norm: nothing changes."""
 
 
 def to_bhyt(model, source, batches):
@@ -112,7 +113,7 @@ def logit_variances(source, model, batches):
 
 
 MODES = {  # name: (function, settings that a converted model must have)
-    "nag": (to_nag, {"nag_first_logits": 0.75, "norm_eps": 1e-6}),  # NAG uses neither of them here
+    "nag": (to_nag, {"nag_first_logits": 0.75}),  # Eq. 4 replaces the start that this sets
     "bhyt": (to_bhyt, {"bhyt_unit": True}),
     "bhyt_exact": (to_bhyt, {"bhyt_unit": True}),
     "prenorm_approx": (keep_norms, {}),
@@ -133,6 +134,8 @@ def convert(source, batches, residual, **settings):
             raise ValueError(f"{name}={value!r}: a conversion changes only settings of {residual}")
         if fixed.get(name, value) != value:
             raise ValueError(f"a conversion to {residual} needs {name}={fixed[name]!r}")
+    if residual == "nag" and not source.config.qk_norm:
+        fixed = fixed | {"norm_eps": 1e-6}  # the default: no norm is left that would use it
     model = GPT(replace(source.config, residual=residual, **settings | fixed))
     model.to(source.embed.weight.dtype)
     model.load_state_dict(source.state_dict(), strict=False)  # all weights that both have

@@ -216,7 +216,7 @@ def show_skipping(report):
         f"loss {report['look-ahead loss']:.4f}: the tokens with the highest scores of a sequence "
         "run, as in training; this looks at later tokens"
     )
-    print("the prompt, a column per token: # runs, . skips")
+    print("the prompt, at most 96 tokens, a column per token: # runs, . skips")
     for where, share, row in zip(report["where"], report["skipped"], report["map"]):
         print(f"{where:<9} {share:>6.1%} " + "".join(".#"[ran] for ran in row[:96]))
 

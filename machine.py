@@ -1,4 +1,4 @@
-"""The machine: which device, dtype and compiler to use, tensors that FSDP shards, and the log."""
+"""The machine: device, dtype and compiler, several ranks, and facts about it for the log."""
 
 import ctypes
 import os
@@ -45,7 +45,7 @@ def pick_device(name, local_rank=0):
 def prepare_process(device):
     """Set what a process needs before it computes on a device.
 
-    On a CPU, glibc returns the memory of freed tensors to the system. New tensors then cause
+    glibc returns the memory of freed tensors to the system. On a CPU, new tensors then cause
     thousands of page faults in a training step. Two thresholds make glibc keep the memory.
     """
     device = torch.device(device)

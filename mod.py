@@ -26,7 +26,7 @@ decoding of one sequence saves the time of what a token skips, and compiled deco
 
 Differs from the papers:
 - k is the same for all sequences of a batch, and changes only when the histogram is read.
-- The fallback is off by default, because our runs do not show that it helps (RESULTS.md).
+- The fallback is off by default, because our first runs did not show that it helps.
 """
 
 from contextlib import contextmanager

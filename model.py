@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -371,6 +372,8 @@ class GPT(nn.Module):
         they skip, by the k of their routers, and in some modes by their place, for example where
         each block reads another number of sources.
         """
+        # a backward runs outside autocast, so that products in float32 have float32 gradients
+        torch._functorch.config.backward_pass_autocast = "off"
         limits = torch._dynamo.config
         limits.allow_unspec_int_on_nn_module = True  # a router's k changes
         most = 8 * len(self.blocks)  # 8 is torch's limit for one block, in training and evaluation

@@ -119,8 +119,8 @@ class NAGEnds(NoEnds):
     def readout(self, stream, head):
         w = head if self.folded else recomputed(head)
         s = torch.zeros_like(stream.lane) if self.g_enc is None else stream.lane
-        heat = torch.exp(s + self.g_dec) / math.sqrt(w.size(1))  # Eq. 7
-        return (upcast(stream.x) * heat).to(stream.x.dtype), w
+        scale = torch.exp(s + self.g_dec) / math.sqrt(w.size(1))  # Eq. 7
+        return (upcast(stream.x) * scale).to(stream.x.dtype), w
 
     def additive(self, stream):
         return upcast(stream.x) * stream.lane.exp()
@@ -151,7 +151,7 @@ def fold(model):
 def start_of_g_dec(config):
     """Initial g_dec: log of the wanted std of the first logits, minus s of Eqs. 1 and 6 at init."""
     if config.nag_first_logits is None:
-        return -0.5 * math.log(config.n_embd)  # logits divided by d, with all gains zero
+        return -0.5 * math.log(config.n_embd)  # logits are exp(s) <r, w_v> / d
     m = 0.5 if config.nag_directions else 1.0
     m *= config.n_layer**-0.5 if config.branch_scale == "depth" else 1.0
     s = 0.0

@@ -14,17 +14,21 @@ The additive family: how a sublayer F reads the residual stream x and writes its
                the head reads Norm(x - nu x_m); x_m is the stream after block B // 2            (11)
 
     outnorm    x <- x + Norm(F(x))                       OLMo 2, 2025, arXiv 2501.00656         (12)
+    derf       x <- x + F(gamma erf(alpha x + s) + beta)    Chen et al. 2025, arXiv 2512.10938  (13)
+    keel       x <- Norm(2B x + F(Norm_in(x)))           Chen & Wei 2026, arXiv 2601.19895      (14)
 
 b is the 0-based block, and B is n_layer. Each mode has two small modules. The residual, one per
 sublayer, has read and write. The ends, one per model, turn the token embedding into a stream and
 the last stream into the hidden states that the head multiplies.
 
-Differs from the papers:
+Notes, and differences from the papers:
 - Norms compute their statistics in float32, whatever the dtype of the stream.
 - perinorm also normalises the embedding, as its paper does. DyT multiplies the embedding by a
   learned scalar that starts at sqrt(C), as its release does.
 - deepnorm scales the start of v, o, up, down and gate; q and k start as in the other modes.
 - DyT always has its beta, as in its release. The setting `bias` does not remove it.
+- derf has the ends of dyt, alpha from 0.5 and s from 0 everywhere.
+- keel has the ends and the plain start of post-norm, and the same formula in the first sublayer.
 - ReZero has one a for each sublayer and a norm; the paper has one for each block and no norm.
 - x0mix comes from modded-nanogpt and nanochat (2024 to 2026), not from a paper. It starts as in
   nanochat: lambda from 1.15 to 1.05 over the blocks, mu from 0.20 to 0.05, nu = 0.2. Its norms have
@@ -152,6 +156,22 @@ class DyT(nn.Module):
         return (self.gain * torch.tanh(self.alpha * upcast(x)) + self.shift).to(x.dtype)
 
 
+class Derf(DyT):
+    """y = gain * erf(alpha x + s) + shift, with learned scalars alpha and s: inside Eq. 13"""
+
+    def __init__(self, n_embd, alpha=0.5):
+        super().__init__(n_embd, alpha)
+        self.s = nn.Parameter(torch.empty(1))
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        nn.init.zeros_(self.s)
+
+    def forward(self, x):
+        bounded = torch.erf(self.alpha * upcast(x) + self.s)
+        return (self.gain * bounded + self.shift).to(x.dtype)
+
+
 NORMS = {"rms": RMSNorm, "layer": LayerNorm, "none": nn.Identity}
 
 
@@ -220,6 +240,12 @@ class DyTEnds(NoEnds):
 
     def readout(self, stream, head):
         return self.norm(stream.x), head
+
+
+class DerfEnds(DyTEnds):
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = Derf(config.n_embd)
 
 
 class X0Ends(PeriEnds):
@@ -355,6 +381,28 @@ class DyTResidual(PreNorm):
         self.norm = DyT(config.n_embd, config.dyt_alpha[(layer - 1) % 2])  # Eq. 6
 
 
+class DerfResidual(PreNorm):
+    ends = DerfEnds
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        refuse(config, "derf", norm="rms")
+        self.norm = Derf(config.n_embd)  # Eq. 13
+
+
+class Keel(PostNorm):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.norm_in = make_norm(config)
+        self.alpha = 2 * config.n_layer
+
+    def read(self, stream):
+        return self.norm_in(stream.x), stream
+
+    def write(self, stream, f, gate=1.0):
+        return stream.replace(x=self.norm(self.alpha * stream.x + gate * f))  # Eq. 14
+
+
 class DeepNorm(PostNorm):
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -435,7 +483,9 @@ RESIDUALS = {
     "perinorm": PeriNorm,
     "lns": LNS,
     "dyt": DyTResidual,
+    "derf": DerfResidual,
     "deepnorm": DeepNorm,
+    "keel": Keel,
     "rezero": ReZero,
     "mixln": MixLN,
     "x0mix": X0Mix,

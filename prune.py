@@ -1,6 +1,6 @@
 """
-Skip whole sublayers or blocks of a trained model, without training: those with the
-lowest scores (Gromov et al. 2024, arXiv 2403.17887).
+Skip whole sublayers or blocks of a trained model, without training (Gromov et al. 2024,
+arXiv 2403.17887).
 
 A unit is a sublayer or a block. x is the stream before it and y the stream after it, see depth.py.
 The units with the lowest scores are skipped. A score is one of
@@ -89,7 +89,7 @@ def skip(model, indices, unit):
     """Skip these units and no others."""
     for b, block in enumerate(model.blocks):
         for i, method in enumerate(SUBLAYERS, 2 * b):
-            vars(block).pop(method, None)  # the method of the class is back
+            vars(block).pop(method, None)  # use the method of the class again
             if i // UNITS[unit] in indices:
                 setattr(block, method, pass_on)
 

@@ -16,6 +16,7 @@ Hyper-Connections keep n streams X (n, C) for each token. Three maps, made from 
                M = Sinkhorn(softmax(s_3 y_3 + b_3) + eps): columns divided by their sums, then
                19 times rows and columns. Columns sum to 1, rows almost                          (5)
                end: h = sum_i (sigmoid(s y + b) + eps)_i X_i, with its own W, s and b            (6)
+    ihc        mhc without mixing: M = I, and y of Eq. 4 has two parts, for h_pre and h_post
 
 Attention Residuals (arXiv 2603.15031) keep all sources v_0 ... v_m apart. Each sublayer has a
 learned query w and gain g, and so has the end of the model:
@@ -25,9 +26,9 @@ learned query w and gain g, and so has the end of the model:
                attnres_size sublayers; the last block is a source from its first sublayer on
     sublayer   p = softmax_i(<w * g, v_i> / rms(v_i)),  f = F(Norm(sum_i p_i v_i))               (7)
 
-mhc_start sets the initial maps of mhc. W is random. At "prenorm" the s are 0, h_pre reads the
-mean, h_post is 1 and M is near I: the model equals pre-norm, to about 1e-5. At "paper" the s are
-0.01, and at "deepseek", as in the code of DeepSeek-V4, they are 1; the b are 0 in both.
+mhc_start sets the initial maps of mhc and ihc. W is random. At "prenorm" the s are 0, h_pre reads
+the mean, h_post is 1 and M is near I: the model equals pre-norm, to about 1e-5. At "paper" the s
+are 0.01, and at "deepseek", as in the code of DeepSeek-V4, they are 1; the b are 0 in both.
 Equal streams with zero maps would stay equal for ever; a random W parts them once the s move.
 
 Cost: n streams take n times the reads and writes of the stream, and `recompute` keeps n times the
@@ -89,13 +90,13 @@ def sinkhorn(logits, iters=20, eps=EPS):
 
 
 def mhc_maps(X, w, s, b, iters=20, eps=EPS):
-    """Eqs. 4 and 5: h_pre and h_post (B, T, n), M (B, T, n, n)."""
+    """Eqs. 4 and 5: h_pre and h_post (B, T, n), and for mhc M (B, T, n, n)."""
     n = X.size(-2)
-    y = products(X.flatten(-2), w, eps)
-    y, b = y.split([n, n, n * n], -1), b.split([n, n, n * n])
-    pre, post, mix = (s_i * y_i + b_i for s_i, y_i, b_i in zip(s.unbind(), y, b))
-    M = sinkhorn(mix.unflatten(-1, (n, n)), iters, eps)
-    return torch.sigmoid(pre) + eps, 2 * torch.sigmoid(post), M
+    parts = [n, n, n * n][: len(s)]
+    y = products(X.flatten(-2), w, eps).split(parts, -1)
+    pre, post, *mix = (s_i * y_i + b_i for s_i, y_i, b_i in zip(s.unbind(), y, b.split(parts)))
+    M = [sinkhorn(z.unflatten(-1, (n, n)), iters, eps) for z in mix]
+    return torch.sigmoid(pre) + eps, 2 * torch.sigmoid(post), *M
 
 
 def mhc_end(X, w, s, b, eps=EPS):
@@ -106,6 +107,12 @@ def mhc_end(X, w, s, b, eps=EPS):
 def read(X, pre):
     """h_pre^T X of Eq. 1: (B, T, C) in float32."""
     return sum(h[..., None] * upcast(x) for h, x in zip(pre.unbind(-1), X.unbind(-2)))
+
+
+def add(X, post, f):
+    """The new X of Eq. 1 with M = I. post (B, T, n) may hold a gate on f (B, T, C)."""
+    new = [upcast(x) + h[..., None] * f for x, h in zip(X.unbind(-2), post.unbind(-1))]
+    return torch.stack(new, -2).to(X.dtype)
 
 
 def write(X, M, post, f):
@@ -223,12 +230,13 @@ class HC(Connections):
 class MHC(Connections):
     settings = ("hc_streams", "mhc_start")
     ends = MHCEnds
+    n_maps = 3  # h_pre, h_post and M
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        rows = self.n + self.n + self.n * self.n
+        rows = sum((self.n, self.n, self.n * self.n)[: self.n_maps])
         self.w = nn.Parameter(torch.empty(rows, self.n * config.n_embd))
-        self.s = nn.Parameter(torch.empty(3))
+        self.s = nn.Parameter(torch.empty(self.n_maps))
         self.b = nn.Parameter(torch.empty(rows))
         self.start = config.mhc_start
 
@@ -238,10 +246,27 @@ class MHC(Connections):
         nn.init.zeros_(self.b)
         if self.start == "prenorm":
             self.b[: self.n] = reads_mean(self.n)
-            self.b[2 * self.n :] = NEAR * torch.eye(self.n).flatten()
+            if self.n_maps == 3:
+                self.b[2 * self.n :] = NEAR * torch.eye(self.n).flatten()
 
     def maps(self, X):
         return mhc_maps(X, self.w, self.s, self.b)
+
+
+class IHC(MHC):
+    n_maps = 2  # h_pre and h_post
+
+    def read(self, stream):
+        X = stream.x.unflatten(-1, (self.n, -1))
+        pre, post = self.maps(X)
+        return self.norm(read(X, pre)).to(X.dtype), stream.replace(lane=post)
+
+    def write(self, stream, f, gate=1.0):
+        X = add(stream.x.unflatten(-1, (self.n, -1)), gate * stream.lane, f)
+        return stream.replace(x=X.flatten(-2), lane=None)
+
+    def mixing(self, stream):
+        """None: nothing mixes the streams."""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -347,4 +372,4 @@ class BlockAttnRes(AttnRes):
         return config.attnres_size
 
 
-RESIDUALS = {"hc": HC, "mhc": MHC, "attnres": AttnRes, "attnres_block": BlockAttnRes}
+RESIDUALS = {"hc": HC, "mhc": MHC, "ihc": IHC, "attnres": AttnRes, "attnres_block": BlockAttnRes}

@@ -1,9 +1,9 @@
 """
 lm-evaluation-harness on a model: the part `tasks` of eval.py. Needs pip install lm-eval.
 
-A task asks a model for the log-probabilities of continuations, for that of a whole text, or for
-text up to a stop string. A model trained here sees end-of-text before each context, as before each
-document in training. An imported model sees what its own tokenizer puts there.
+A task asks a model for the log-probabilities of continuations, for the log-probability of a whole
+text, or for text up to a stop string. A model trained here sees end-of-text before each context, as
+before each document in training. An imported model sees what its own tokenizer puts there.
 """
 
 from itertools import groupby
@@ -13,15 +13,15 @@ import torch
 from data import start_of_text
 from generate import KVCache, stream_tokens
 
-# of the norm papers
+# the tasks of the papers on norms
 COMMON = "arc_easy,arc_challenge,piqa,hellaswag,openbookqa,winogrande,mmlu,boolq"
 
 
 def score_choices(model, pairs, batch_size, n_vocab, device):
     """Score continuations: a list of (log-probability, whether greedy decoding gives it).
 
-    pairs are (context, continuation), two lists of token ids. Continuations of the same context
-    share one forward of it. A batch has contexts of equal length, and the longest come first.
+    pairs are (context, continuation), two lists of token ids. A context is computed once for all
+    its continuations. A batch has contexts of equal length, and the longest come first.
     """
     T = model.config.block_size
     by_context = {}  # {context: indices of its pairs}
@@ -119,8 +119,8 @@ def harness(model, encoding, batch_size, device):
             for context, options in (request.args for request in requests):
                 options = normalize_gen_kwargs(options)
                 stops = handle_stop_sequences(options["until"], None)
-                heat = options["temperature"] if options["do_sample"] else 0.0
-                limits = (stops, options["max_gen_toks"], heat)
+                temperature = options["temperature"] if options["do_sample"] else 0.0
+                limits = (stops, options["max_gen_toks"], temperature)
                 texts.append(write_until(model, encoding, context, *limits, device))
             return texts
 
@@ -130,7 +130,7 @@ def harness(model, encoding, batch_size, device):
 def write_until(model, encoding, context, stops, max_new, temperature, device):
     """Continue the context up to the first of the strings in stops, or up to end-of-text.
 
-    The context is cut from the left, to at least half a window.
+    A long context is cut from the left; at least half a window of it is kept.
     """
     size = model.config.block_size
     keep = max(size // 2, size - max_new)

@@ -257,6 +257,10 @@ class Formulas:
     def dyt(self, x):
         return self.p("norm.gain") * torch.tanh(self.p("norm.alpha") * x) + self.p("norm.shift")
 
+    def derf(self, x):
+        z = self.p("norm.alpha") * x + self.p("norm.s")
+        return self.p("norm.gain") * torch.special.erf(z) + self.p("norm.shift")
+
     def bounded(self, x, v=None):
         bound = self.p("norm.lam") * math.sqrt(1 - bhyt.P)
         return self.p("norm.gain") * torch.tanh(bound * self.scaled(x, v))
@@ -399,6 +403,13 @@ def mhc_sublayer(m, X):
             + 2 * torch.sigmoid(y[..., n + k, None]) * f for k in range(n)]  # fmt: skip
 
 
+def ihc_sublayer(m, X):
+    n, s = len(X), m.p("s")
+    y = mhc_products(m, X) * torch.cat([s[:1].expand(n), s[1:].expand(n)]) + m.p("b")
+    f = m.s * m.f(m.norm(sum((torch.sigmoid(y[..., i, None]) + 1e-6) * X[i] for i in range(n))))
+    return [X[i] + 2 * torch.sigmoid(y[..., n + i, None]) * f for i in range(n)]
+
+
 def mhc_end(m, X, W):
     pre = torch.sigmoid(m.p("s") * mhc_products(m, X) + m.p("b")) + 1e-6
     return m.norm(sum(pre[..., i, None] * x for i, x in enumerate(X))) @ W.T
@@ -458,6 +469,11 @@ EQUATIONS = {
         lambda m, x: x + m.s * m.f(m.dyt(x)),
         lambda m, e: m.p("scale") * e, lambda m, x, W: m.dyt(x) @ W.T,
     ),
+    "derf": Equation(
+        lambda m, x: x + m.s * m.f(m.derf(x)),
+        lambda m, e: m.p("scale") * e, lambda m, x, W: m.derf(x) @ W.T,
+    ),
+    "keel": Equation(lambda m, x: m.norm(2 * m.c.n_layer * x + m.s * m.f(m.norm(x, "norm_in")))),
     "deepnorm": Equation(lambda m, x: m.norm((2 * m.c.n_layer) ** 0.25 * x + m.s * m.f(x))),
     "rezero": Equation(lambda m, x: x + m.s * m.p("a") * m.f(m.norm(x)), end=final_norm),
     "mixln": Equation(mixln_sublayer, end=final_norm),
@@ -477,6 +493,7 @@ EQUATIONS = {
     "prenorm_approx": predicting(Formulas.norm, lambda m: m.p("norm.gain").square().mean()),
     "hc": Equation(hc_sublayer, copies, lambda m, X, W: m.norm(sum(X)) @ W.T),
     "mhc": Equation(mhc_sublayer, copies, mhc_end),
+    "ihc": Equation(ihc_sublayer, copies, mhc_end),
     "attnres": attention_residuals(lambda m: 1),
     "attnres_block": attention_residuals(lambda m: m.c.attnres_size or -(-m.c.n_layer // 4)),
 }  # fmt: skip
@@ -543,10 +560,35 @@ def test_every_mode_equals_its_equation(residual):
     dict(residual="ngpt", activation="swiglu", moe_experts=4, moe_shared=24, bias=True),
     dict(residual="hc", hc_streams=3, norm_eps=0.1),
     dict(residual="mhc", hc_streams=3, mhc_start="deepseek"), dict(residual="mhc", hc_streams=1),
+    dict(residual="ihc", hc_streams=3, mhc_start="deepseek"), dict(residual="ihc", hc_streams=1),
     *[dict(residual="attnres_block", attnres_size=size, n_layer=3) for size in (2, 3, 4, 9)],
 ])  # fmt: skip
 def test_model_equals_the_equations(changes):
     check_against_the_equations(**changes)
+
+
+@torch.no_grad()
+@cases("place", ["embedding", "attention weights", "attention", "mlp"])
+def test_dropout_in_each_place_drops_half_and_doubles_the_rest(place):
+    model, idx = shaken(tiny(residual="prenorm", dropout=0.5)).double().eval(), some_ids(64)
+    block, rope, at = model.blocks[0], (model.cos, model.sin), torch.arange(32)
+    stream = model.begin(idx, at)
+    outputs = {
+        "embedding": lambda: model.begin(idx, at).x,
+        "attention weights": lambda: block.attn(stream.x, rope)[:, 0],
+        "attention": lambda: block.attend(stream, rope).x - stream.x,
+        "mlp": lambda: block.feed(stream).x - stream.x,
+    }
+    if place == "attention weights":  # the first token sees only itself, with a weight of 1
+        block.attn.wo.weight.copy_(torch.eye(32))
+    else:
+        block.attn.dropout = 0.0
+    whole = outputs[place]()
+    model.train()
+    dropped = outputs[place]()
+    kept = dropped.abs() > 1e-9
+    assert 0.3 < kept.double().mean() < 0.7
+    assert_close(dropped, 2 * whole * kept)
 
 
 @cases(
@@ -1164,6 +1206,17 @@ def test_tau_and_k_follow_from_the_scores(shared):
     assert sum(router.k for router in routers) == pytest.approx(0.7 * 32 * 6, abs=3)  # rounded
 
 
+def test_a_checkpoint_sums_the_scores_of_all_ranks_and_leaves_those_of_each_alone(monkeypatch):
+    model = tiny(**MOD)
+    model(some_ids())
+    monkeypatch.setattr(mod.dist, "all_reduce", lambda scores: scores.mul_(2))  # two equal ranks
+    before = {name: x.clone() for name, x in model.named_buffers() if name.endswith(".fresh")}
+    saved = mod.scores_of_all_ranks(model, world=2)
+    assert_close(saved, {name: 2 * x for name, x in before.items()})
+    assert all(torch.equal(model.get_buffer(name), x) for name, x in before.items())
+    assert all(x.sum() == 2 * 32 for x in before.values())
+
+
 @cases("rate", [0.1, 0.35, 0.6])
 def test_a_model_can_be_calibrated_to_another_rate(rate):
     model, x = routed(mod_on="both", mod_rate=0.2), some_ids(64, seed=9)
@@ -1598,6 +1651,29 @@ def test_stopped_and_resumed_equals_never_stopped(data, tmp_path, monkeypatch, c
     assert set(os.listdir(two)) == {"ckpt.pt", "log.jsonl"} and not old.exists()
 
 
+def test_a_run_says_what_happens_next(data, tmp_path, monkeypatch, capfd):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        on_forward(patch, send_sigterm)
+        train(data, run)
+    assert "stopping after this step; a second Ctrl-C ends at once" in capfd.readouterr().err
+    resume(run)
+    told = capfd.readouterr().out
+    assert f"{run}/ckpt.pt is saved: python eval.py --out_dir={run}" in told
+    assert "rises again" not in told and "compiling" not in told
+    resume(run, max_iters=8)
+    assert "the schedule now ends at step 8" in capfd.readouterr().out
+
+
+def test_fine_tuning_takes_its_learning_rates_from_those_of_the_base(data, runs, tmp_path, capfd):
+    for given, expected in (({}, 4e-4), ({"lora_rank": 2}, 4e-3), ({"learning_rate": 1e-3}, 1e-3)):
+        out = tmp_path / str(expected)
+        how = dict(init_from=runs / "a", max_iters=1, eval_tokens=512, compile=False, **given)
+        resume(out, **how)
+        assert log_of(out).headers[0]["settings"]["learning_rate"] == pytest.approx(expected)
+        assert "its learning rates decide those that are not given" in capfd.readouterr().out
+
+
 def test_a_run_survives_a_kill_in_the_first_step_and_a_full_disk(data, runs, tmp_path, monkeypatch):
     def dies(number, loss):
         raise KeyboardInterrupt
@@ -2003,9 +2079,9 @@ def without(state, name):
     ("run/ckpt.pt", edited(lambda b: b"text"), "is no checkpoint of train.py"),
     ("run/ckpt.pt", resaved(lambda s: {"weights": 1}), "it lacks config, settings or step"),
     ("run/ckpt.pt", resaved(lambda s: s | {"meta": Evil()}), "is no checkpoint of train.py"),
-    ("run/ckpt.pt", resaved(lambda s: without(s, "format")), "has format 1, this code reads 3"),
-    ("run/ckpt.pt", resaved(lambda s: s | {"format": 2}), "has format 2, this code reads 3"),
-    ("run/ckpt.pt", resaved(lambda s: s | {"format": 99}), "has format 99, this code reads 3"),
+    ("run/ckpt.pt", resaved(lambda s: without(s, "format")), "has format 1, this code reads 4"),
+    ("run/ckpt.pt", resaved(lambda s: s | {"format": 2}), "has format 2, this code reads 4"),
+    ("run/ckpt.pt", resaved(lambda s: s | {"format": 99}), "has format 99, this code reads 4"),
     ("run/ckpt.pt", config(n_embd=64), "does not fit its own settings"),
     ("run/ckpt.pt", config(bhyt_causal=True), "differs from this code in the settings bhyt_causal"),
     ("run/ckpt.pt", resaved(lambda s: s | {"config": without(s["config"], "smear")}), "smear: use"),
@@ -2028,9 +2104,8 @@ def test_a_damaged_file_is_refused(data, runs, tmp_path, monkeypatch, name, spoi
 
 def test_a_save_leaves_the_files_of_others_alone(data, tmp_path):
     """Such as a merge or an evaluation that is writing into the folder at the same time."""
-    others = {"merged.pt.tmp", "eval.json.tmp", "notes.tmp", "ckpt_best.pt.tmp", "ckpt_000500"}
-    (tmp_path / "ckpt_000500").mkdir()
-    for name in others - {"ckpt_000500"}:
+    others = {"merged.pt.tmp", "eval.json.tmp", "notes.tmp", "ckpt_best.pt.tmp"}
+    for name in others:
         (tmp_path / name).write_text("in progress")
     train(data, tmp_path, max_iters=2, save_interval=1)
     assert set(os.listdir(tmp_path)) == others | {"ckpt.pt", "log.jsonl"}

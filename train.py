@@ -270,6 +270,9 @@ if resuming:
     best_val_loss = saved["best_val_loss"] if same else math.inf
 if flops_budget is not None:
     max_iters = math.ceil(flops_budget / expected_flops)
+elif resuming and is_main and max_iters > saved["settings"]["max_iters"]:
+    print(f"the schedule now ends at step {max_iters}, so the learning rate rises again; to decay")
+    print("from the constant part of wsd instead, give a kept checkpoint as --branch_from")
 
 origin = None if saved is None else saved["path"]
 saved = None  # frees the memory
@@ -367,6 +370,8 @@ def cut_log():
 def announce(header):
     """Print a summary of the header: settings, parameters, data, device and batch."""
     echo(settings)
+    if origin is not None and not going_on:
+        print(f"fine-tuning {origin}: its learning rates decide those that are not given")
     counts = ", ".join(f"{count:,} {group}" for group, count in header["params"].items())
     print(f"parameters: {counts}")
     if sft_data is not None:
@@ -529,7 +534,9 @@ stopping = False  # set by a signal at any time and read in every step
 def on_signal(number, frame):
     global stopping
     stopping = True
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if is_main:  # a print could interrupt another one
+        os.write(2, b"\nstopping after this step; a second Ctrl-C ends at once\n")
 
 
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -564,6 +571,8 @@ if not resuming:
 if step == 0 and keep_interval:
     save("kept")
 log({"run": header})
+if compile and is_main:
+    print("compiling, about a minute", flush=True)
 if step == 0 and eval_interval:
     seen = compiling(validate)
     log({"step": 0, "tokens": 0, "flops": 0} | seen)
@@ -624,6 +633,9 @@ if is_main and stopped:
     print(f"stopped by a signal at step {step}, {state}: continue with --init_from=resume")
 elif is_main and bad_steps:
     print(f"the run ended at step {step}, {state}: the last good checkpoint is the newest")
+elif is_main:
+    path = os.path.join(out_dir, checkpoint.NEWEST)
+    print(f"the run is complete, {path} is saved: python eval.py --out_dir={out_dir}")
 if world > 1:
     dist.barrier()
     dist.destroy_process_group()

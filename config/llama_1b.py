@@ -4,6 +4,7 @@ It trains for 50000 steps of 32 x 1024 tokens of C4, with the settings of the BH
 pre-norm (arXiv 2601.09719). For another mode, add its published_*.py after this file:
 torchrun --standalone --nproc_per_node=2 train.py config/llama_1b.py
 torchrun --standalone --nproc_per_node=2 train.py config/llama_1b.py config/published_bhyt.py
+The camera-ready version of that paper trains on 20e9 tokens: --max_iters=610000.
 """
 
 include = "plain.py"

@@ -4,6 +4,7 @@ It trains for 50000 steps of 32 x 1024 tokens of C4, with the settings of the BH
 pre-norm (arXiv 2601.09719). For another mode, add its published_*.py after this file:
 torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py
 torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py config/published_bhyt.py
+The camera-ready version of that paper trains on 7.5e9 tokens: --max_iters=229000.
 """
 
 include = "plain.py"

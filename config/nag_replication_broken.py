@@ -16,9 +16,15 @@ Different:
 - Learning rate: one here for embedding, head and matrices, with Muon's updates matched to AdamW's.
   There: 0.18, 0.006 and 0.012.
 - Weight decay: 0.1 here, cautious and falling to zero there.
-- Data: C4 with gpt2's tokenizer here, ClimbMix there.
-- Logits: soft-capped there, not here.
+- Queries and keys: multiplied by 1.2 after their norm there, not here.
+- Embedding and head: centred and scaled after each step there; here the head's rows as they are
+  read, and the embedding as it is read.
+- AdamW for the gates: (0.8, 0.95) and epsilon 1e-10 there; the betas of model.py here.
+- Data: C4 with gpt2's tokenizer, context 1024 and 2^19 tokens a step here; ClimbMix with 32768
+  token ids, context 2048 and 2^20 tokens a step there.
 - Length: max_iters here. The replication stopped at 3e19 FLOPs, after 9.9e9 tokens.
+
+Neither has a soft cap on NAG's logits. The replication's own GPT has one, of 15.
 """
 
 include = "plain.py"

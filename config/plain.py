@@ -1,5 +1,5 @@
 """
-What most papers train with, in place of the recipe that is train.py's default. Other config files
+The usual settings of papers, in place of the recipe that is train.py's default. Other config files
 include this one.
 """
 

@@ -19,7 +19,7 @@ def interval(values):
 
 
 def paired(a, b):
-    """interval of a - b, over pairs."""
+    """The interval of a - b over pairs."""
     return interval(minus(a, b))
 
 
@@ -28,7 +28,7 @@ def minus(a, b):
 
 
 def p_value(gap, n):
-    """The chance of so large a difference if there is none. gap: what interval returns for n."""
+    """The probability of a difference this large if the true one is 0. gap: interval of n values"""
     difference, half = gap
     if difference == 0:
         return 1.0
@@ -65,13 +65,13 @@ def losses_of(lines):
 
 
 def gap_of(ours, theirs):
-    """paired, of the losses of lines. None if a run diverged."""
+    """The paired interval of our losses minus theirs, or None if a run diverged."""
     a, b = losses_of(ours), losses_of(theirs)
     return None if math.inf in a + b else paired(a, b)
 
 
 def gap_at(length, losses, by_length):
-    """paired, with other runs interpolated at a length. by_length: {length: their losses}"""
+    """The paired interval from other runs, interpolated at a length. by_length: {length: losses}"""
     return paired(losses, losses_at(length, by_length))
 
 

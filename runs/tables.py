@@ -3,8 +3,8 @@ Fill the marked tables and numbers of the pages in PAGES from results/, and draw
 
     python runs/tables.py
 
-People write the text. A marked table has its name in front of it, and a marked number
-the name of a table, a row and a column. Rendered pages do not show the marks:
+People write the text. The mark before a table names it. The mark before a number names its table,
+row and column. Rendered pages do not show the marks:
 
     <!-- table: modes -->
     ...
@@ -12,7 +12,7 @@ the name of a table, a row and a column. Rendered pages do not show the marks:
 
     NAG ends at <!-- modes/nag/loss -->0.9891<!-- -->.
 
-A row is named by its first cells, as many as it takes to tell it from the others.
+A row is named by its first cell, or by more of them if the first is not unique.
 """
 
 import json
@@ -67,11 +67,12 @@ def judged(optimizer="muon"):
     ratios = study.race("judge", judge.timed(scale, trained), measure=False)
     choice, lines = trained[BASELINE]
     lengths = judge.lengths(ratios)
-    choices = dict.fromkeys(lengths, choice)
-    with suppress(NotFinished):  # the first runs are older than the tuning for these lengths
-        choices = judge.choices_at(scale, BASELINE, choice, lines_of, lengths)
     of_seeds = partial(judge.of_seeds, scale, BASELINE, seeds=SEEDS[optimizer])
-    lines |= {at: lines_of(of_seeds(own, length=at)) for at, own in choices.items()}
+    trained_at = lambda own: {at: lines_of(of_seeds(own[at], length=at)) for at in lengths}
+    try:
+        lines |= trained_at(judge.choices_at(scale, BASELINE, choice, lines_of, lengths))
+    except NotFinished:  # the first runs are older than the tuning for these lengths
+        lines |= trained_at(dict.fromkeys(lengths, choice))
     return trained, ratios
 
 
@@ -87,31 +88,28 @@ def compared(optimizer="muon"):
 
 def verdicts(optimizer):
     """The judge's table, with the baseline and the verdicts after Holm's correction."""
-    *cells, tuned = judge.cells_of_baseline(*judged(optimizer)[0][BASELINE])
-    rows = [(*cells, "", tuned)]
     gaps = {each["mode"]: each["steps"] for each in compared(optimizer) if each["steps"]}
     corrected = stats.holm(gaps, SEEDS[optimizer])
-    for each in compared(optimizer):
-        *cells, tuned = judge.cells(each)
-        rows.append((*cells, corrected.get(each["mode"], ""), tuned))
-    *head, last = judge.HEAD
-    return (*head, "after Holm", last), rows
+    rows = [judge.cells_of_baseline(*judged(optimizer)[0][BASELINE])]
+    rows += map(judge.cells, compared(optimizer))
+    for row in rows:
+        row.insert(5, corrected.get(row[0], ""))
+    return [*judge.HEAD[:5], "after Holm", *judge.HEAD[5:]], rows
 
 
 def modes():
     """The same with Muon, and the verdicts against a baseline with half its learning rate."""
-    (*head, last), rows = verdicts("muon")
+    head, rows = verdicts("muon")
     choice, lines = judged()[0][BASELINE]
     slower = judge.with_rate(choice, choice["learning_rate"] / 2)
     theirs = find("judge", judge.of_seeds(scale_of("muon"), BASELINE, slower, judge.seeds))
-    found = []
-    for mode, *cells, tuned in rows:
-        gap = gap_of(judged()[0][mode][1][1.0], theirs)
-        found.append((mode, *cells, verdict([gap]) if gap else "", tuned))
+    for row in rows:
+        gap = gap_of(judged()[0][row[0]][1][1.0], theirs)
+        row.insert(6, verdict([gap]) if gap else "")
     name, loss = f"{BASELINE} at half its rate", f"{mean(losses_of(theirs)):.4f}"
-    half = (name, rows[0][1], loss, *decided([gap_of(theirs, lines[1.0])]))
-    found.insert(1, (*half, *[""] * 6))
-    return (*head, "from half the rate", last), found
+    half = [name, rows[0][1], loss, *decided([gap_of(theirs, lines[1.0])])]
+    head.insert(6, "from half the rate")
+    return head, [rows[0], half + [""] * 6, *rows[1:]]
 
 
 def decided(intervals):
@@ -440,4 +438,5 @@ if __name__ == "__main__":
     for page in PAGES:
         text = filled((ROOT / page).read_text())
         (ROOT / page).write_text(text)
-    judge.draw(RESULTS / "modes.png", compared(), names_in_words(text))
+    readme = (ROOT / "README.md").read_text()
+    judge.draw(RESULTS / "modes.png", compared(), names_in_words(readme))

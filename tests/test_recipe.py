@@ -15,7 +15,7 @@ import mod
 import model as model_file
 import muon
 from attention import cpu_attention
-from test_all import EXTRAS, MOD, assert_close, cases, routed, some_ids, tiny
+from test_all import EXTRAS, MOD, assert_close, cases, routed, some_ids, tiny, train
 
 EXACT = ((15 / 8, -10 / 8, 3 / 8),) * 20  # converges to 1 from any singular value below 1.5
 SHAPES = [(16, 16), (8, 40), (40, 8), (12, 20)]
@@ -68,6 +68,18 @@ def test_a_step_is_that_of_torch_with_both_polar_factors_exact(shape):
     ours = trained(muon.Muon, shape, coefficients=EXACT)
     theirs = trained(torch.optim.Muon, shape, **theirs)  # in bfloat16
     assert (ours - theirs).norm() < 0.03 * (ours - trained(muon.Muon, shape, steps=0)).norm()
+
+
+def test_the_momentum_of_training_rises(data, tmp_path, monkeypatch):
+    momenta = [muon.momentum_at(step) for step in (0, 150, 300, 900)]
+    assert momenta == pytest.approx([0.85, 0.9, 0.95, 0.95])
+    seen, real = [], muon.Muon.nesterov
+    spied = lambda self, p, mu: seen.append(mu) or real(self, p, mu)
+    monkeypatch.setattr(muon.Muon, "nesterov", spied)
+    monkeypatch.setattr(muon, "WARMUP", 4)
+    train(data, tmp_path, optimizer="muon", max_iters=6)
+    of_steps = seen[:: len(seen) // 6]  # all matrices of a step have the same
+    assert of_steps == pytest.approx([0.85, 0.875, 0.9, 0.925, 0.95, 0.95])
 
 
 def test_stacks_are_updated_matrix_by_matrix():

@@ -206,6 +206,30 @@ def test_eval_finds_a_leak_only_where_routing_looks_ahead(changes):
 # --- Small ones -----------------------------------------------------------------------------------
 
 
+@cases("what", ["products", "route"])
+def test_compiled_gradients_of_float32_products_are_float32(what):
+    """Under bfloat16 autocast. torch's default repeats autocast in the compiled backward."""
+    model = tiny(residual="mhc", moe_experts=4)
+    model.compile_blocks()  # sets how backwards are compiled
+    x, w = torch.randn(4, 8, 32), torch.randn(6, 32)
+    layer = model.blocks[0].mlp
+    weight = w if what == "products" else layer.router.weight
+
+    def run(x, weight):
+        if what == "products":
+            return streams_file.products(x, weight, 1e-6)
+        return layer.route(x.flatten(0, 1))[0]
+
+    found = []
+    for function in (run, torch.compile(run)):
+        leaves = [x.clone().requires_grad_(), weight.requires_grad_()]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(*leaves)
+        found.append(torch.autograd.grad((y * y.detach()).sum(), leaves))
+    for ours, theirs in zip(*found):
+        assert (ours - theirs).norm() < 1e-5 * ours.norm()
+
+
 def test_rezero_starts_as_the_identity():
     model, idx = tiny(residual="rezero"), some_ids()
     (*_, before, _), *_, (*_, last) = depth.walk(model, idx)
@@ -271,6 +295,23 @@ def test_hyper_connections_equal_the_golden_with_gradients():
         assert_close(grad, z["grad_" + name], **close, msg=text)
 
 
+def test_ihc_equals_the_golden_with_gradients():
+    z, close = golden("ihc"), dict(rtol=0, atol=1e-9)
+    names = "x fn base scale head_fn head_base head_scale W".split()
+    x, fn, base, scale, *head, W = leaves = [z[name].requires_grad_() for name in names]
+    eps = z["eps"].item()
+    pre, post = streams_file.mhc_maps(x, fn, scale, base, eps=eps)
+    h = streams_file.read(x, pre)
+    f = torch.tanh(h @ W)
+    y = streams_file.add(x, post, f)
+    out = streams_file.mhc_end(y, head[0], head[2], head[1], eps)
+    for name, ours in dict(pre=pre, post=post, h=h, f=f, y=y, out=out).items():
+        assert_close(ours, z[name], **close, msg=lambda text, name=name: f"{name}: {text}")
+    for name, grad in zip(names, torch.autograd.grad(out, leaves, z["g"])):
+        text = lambda text, name=name: f"gradient of {name}: {text}"
+        assert_close(grad, z["grad_" + name], **close, msg=text)
+
+
 @torch.no_grad()
 @cases("residual, key", [("attnres", "full"), ("attnres_block", "block")])
 def test_attention_residuals_equal_the_golden(residual, key):
@@ -295,8 +336,9 @@ def test_attention_residuals_equal_the_golden(residual, key):
     assert_close(ends.readout(stream, None)[0][0, 0], z[key + "_out"], **close)
 
 
-def test_mhc_starts_as_prenorm_and_its_streams_part_in_training():
-    idx, (model, plain) = some_ids(), (tiny(residual=mode) for mode in ("mhc", "prenorm"))
+@cases("residual", ["mhc", "ihc"])
+def test_mhc_starts_as_prenorm_and_its_streams_part_in_training(residual):
+    idx, (model, plain) = some_ids(), (tiny(residual=mode) for mode in (residual, "prenorm"))
     model.load_state_dict(plain.state_dict(), strict=False)  # the maps stay
     assert_close(model(idx)[0], plain(idx)[0], rtol=1e-4, atol=1e-5)
     optimizers = model.optimizers("adamw", 1e-3, {}, 0.1)
@@ -356,9 +398,10 @@ def test_the_depth_report_has_the_mixing_of_streams_and_the_weights_of_sources()
 
 
 @torch.no_grad()
-@cases("residual", ["attnres", "attnres_block"])
-def test_an_output_that_a_token_skips_gets_no_weight(residual):
-    model = routed(residual=residual, mod_router="learned", **{**MOD, "n_layer": 4})
+@cases("residual, size", [("attnres", None), ("attnres_block", 1), ("attnres_block", 3)])
+def test_an_output_that_a_token_skips_gets_no_weight(residual, size):
+    """A source of several sublayers counts for a token that runs any of them."""
+    model = routed(residual=residual, attnres_size=size, mod_router="learned", n_layer=4, **MOD)
     *_, (*_, last) = depth.walk(model, some_ids())
     p, sources = model.ends.weights(last), streams_file.sources_of(last)
     assert_close(p.sum(-1), torch.ones(2, 32))
@@ -371,7 +414,7 @@ def test_an_output_that_a_token_skips_gets_no_weight(residual):
 # --- All rivals -----------------------------------------------------------------------------------
 
 
-@cases("residual", ["hc", "mhc", "attnres", "attnres_block", "x0mix", "deepnorm"])
+@cases("residual", ["hc", "mhc", "ihc", "attnres", "attnres_block", "x0mix", "keel", "derf"])
 def test_sharded_over_two_ranks_they_have_the_curve_of_one_process(data, tmp_path, residual):
     how = dict(residual=residual, total_batch_tokens=256)
     train(data, tmp_path / "one", **how)
@@ -381,7 +424,7 @@ def test_sharded_over_two_ranks_they_have_the_curve_of_one_process(data, tmp_pat
     evaluated(tmp_path / "two", "loss,depth", eval_tokens=512, depth_tokens=512)
 
 
-@cases("residual", ["ngpt", "hc", "mhc", "attnres", "attnres_block", "x0mix"])
+@cases("residual", ["ngpt", "hc", "mhc", "ihc", "attnres", "attnres_block", "x0mix"])
 def test_recomputation_changes_no_gradient(residual):
     model, idx = shaken(tiny(residual=residual, n_layer=4, dropout=0.1)), some_ids()
     expected = logits_and_gradients(model, idx, idx.roll(-1, 1))
