@@ -202,20 +202,26 @@ def train(settings, device, folder, look, lock=None):
     waits for them.
     """
     env = os.environ | {"OMP_NUM_THREADS": "1"} if device == "cpu" else None
-    how = dict(cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
+    how = dict(cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     how["pass_fds"] = () if lock is None else (lock.fileno(),)
+
+    def fails(*argv):
+        done = subprocess.run([sys.executable, *argv], **how)
+        if done.returncode and not stopped.is_set():
+            say(done.stderr.strip())
+        return done.returncode
+
     given = settings | {"device": device, "out_dir": str(folder)}
     if checkpoint.newest(folder) or "init_from" not in settings:
         given["init_from"] = "auto"
-    argv = [f"--{k}={v}" for k, v in given.items()]
-    done = subprocess.run([sys.executable, TRAIN, *argv], **how)  # a finished run ends at once
+    failed = fails(TRAIN, *(f"--{k}={v}" for k, v in given.items()))  # a finished run ends at once
     found = summary(folder)
-    if found is None or (done.returncode and found["loss"] is not None):
+    if found is None or (failed and found["loss"] is not None):
         raise SystemExit(f"{folder} did not finish: see the message of train.py above")
     look = MOD if settings.get("mod_on", "none") != "none" else look
     if look and found["loss"] is not None:
-        where = [f"--out_dir={folder}", f"--device={device}"]
-        subprocess.run([sys.executable, EVAL, *where, *look], check=True, **how)
+        if fails(EVAL, f"--out_dir={folder}", f"--device={device}", *look):
+            raise SystemExit(f"{folder} was not evaluated: see the message of eval.py above")
         report = json.loads((folder / "eval.json").read_text())
         if "depth" in report:
             found["depth"] = {k: short(report["depth"][k]) for k in DEPTH if k in report["depth"]}

@@ -132,7 +132,8 @@ def test_a_finished_log_becomes_a_line(tmp_path):
 def test_a_diverged_run_gets_a_line_but_a_failed_one_does_not(
     tmp_path, monkeypatch, code, loss, line
 ):
-    monkeypatch.setattr(study.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=code))
+    done = SimpleNamespace(returncode=code, stderr="a message\n")
+    monkeypatch.setattr(study.subprocess, "run", lambda *_, **__: done)
     monkeypatch.setattr(study, "summary", lambda folder: {"loss": loss})
     assert study.train({}, "cpu", tmp_path, ())["loss"] == line
     for found in (None, {"loss": 1.5}):  # it ended too early, or was finished and then failed
