@@ -153,15 +153,15 @@ def other_starts(scale, mode):
     """Initialisations of the output projections that the mode allows, except its default."""
     others = [start for start in ("scaled", "plain", "zero") if start != RESIDUALS[mode].init_out]
     shape = shape_of(scale) | {"residual": mode}
-    return [start for start in others if not refusal(*(shape | {"init_out": start}).items())]
+    return [start for start in others if not refusal(**shape | {"init_out": start})]
 
 
 @cache
-def refusal(*shape):
+def refusal(**shape):
     """Why there is no model with these settings, or None."""
     try:
         with torch.device("meta"):
-            GPT(GPTConfig(**dict(shape)))
+            GPT(GPTConfig(**shape))
     except ValueError as error:
         return str(error)
 
@@ -265,8 +265,8 @@ def cells(found):
 
 def cells_of_baseline(choice, lines):
     params, loss = lines[1.0][0]["params"], statistics.mean(losses_of(lines[1.0]))
-    row = [baseline, f"{params:,}", f"{loss:.4f}", "", "the baseline", "1.00", "", ""]
-    return [*row, study.written(choice)]
+    row = [baseline, f"{params:,}", f"{loss:.4f}", "", "the baseline", "1.00"]
+    return [*row, "", "", study.written(choice)]
 
 
 def sentence(found, lines):
@@ -301,7 +301,7 @@ def plan(scale, modes, extra, ratios):
     """A Progress for the runs that are left. Says first how long they will take.
 
     It expects of each mode 10 tuning runs, 3 at full length and 3 at each end of the extra lengths;
-    in a rehearsal, 7, 2 and 2.
+    in a rehearsal 7, 2 and 2. A mode whose seeds have all finished needs no tuning run.
     extra: {mode: its extra lengths}. ratios: {mode: interval of its time ratio}.
     """
     here, left = study.place(scale).items(), []
@@ -313,16 +313,15 @@ def plan(scale, modes, extra, ratios):
         runs = (settings(scale, mode, {}, *pair) for pair in pairs)
         known = (full for full, line in lines_of_mode(scale, mode) if here <= line.items())
         missing = Counter(map(seed_and_steps, runs)) - Counter(map(seed_and_steps, known))
-        if any(seed for seed, _ in missing):  # else fewer tuning runs were enough
+        if any(seed for seed, _ in missing):
             left += [{"residual": mode, "max_iters": steps} for _, steps in missing.elements()]
     if not left:
         return None
     of_step, others = study.probe(settings(scale, baseline, {}, 1))
     price = lambda full: full["max_iters"] * ratios[full["residual"]][1] * of_step + others
-    n, names = len(study.devices()), dict.fromkeys(run["residual"] for run in left)
+    n, names = len(study.devices()), ", ".join(dict.fromkeys(run["residual"] for run in left))
     seconds = sum(map(price, left)) / n
-    what = f"to tune and train {' and '.join(names)}, {n} runs at a time"
-    study.say(f"about {study.duration(seconds)} {what}; stop with Ctrl-C, start again to continue")
+    study.say(f"about {study.duration(seconds)} to tune and train {names}, {n} runs at a time")
     return study.Progress(price, left, seconds)
 
 
@@ -354,21 +353,15 @@ def main():
     if seeds < 2 or len(everyone) < 2:
         raise SystemExit(f"give at least 2 seeds, and a mode that is not the baseline {baseline}")
     for mode in everyone:
-        if why := refusal(*(shape_of(scale) | {"residual": mode}).items()):
+        if why := refusal(**shape_of(scale) | {"residual": mode}):
             raise SystemExit(why)
 
     if sys.stdout.isatty():
         study.say(f"timing the steps of {', '.join(everyone)}", stays=False)
     ratios = study.race(name, timed(scale, everyone))
     extra = dict.fromkeys(everyone, ()) | {baseline: lengths(ratios)}
-    progress = plan(scale, everyone, extra, ratios)
-
-    def lines_of(runs, look=()):
-        return study.run(name, runs, look, progress=progress)
-
-    def judged(mode):
-        return train(scale, mode, lines_of, seeds, extra[mode])
-
+    lines_of = partial(study.run, name, progress=plan(scale, everyone, extra, ratios))
+    judged = lambda mode: train(scale, mode, lines_of, seeds, extra[mode])
     with ThreadPoolExecutor(len(study.devices())) as pool:
         trained = dict(zip(everyone, pool.map(judged, everyone)))
     comparisons = [*compared(trained, ratios)]

@@ -233,7 +233,7 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     longest = 2.0 if ratio > 1.4 else 1.4
     steps = 4200 * (1 + ratio) + 2000 * (0.7 + 1.4 + 2.0 * (ratio > 1.4))
     steps += 3 * 400 * (0.7 + longest)  # the rate is tuned again at the ends
-    hours = f"about {steps * 9.0 / 2 / 3600:.1f} hours to tune and train prenorm and nag"
+    hours = f"about {steps * 9.0 / 2 / 3600:.1f} hours to tune and train prenorm, nag"
     assert lines[0].startswith(hours) and "\n".join(lines).count("about") == 1
     assert any(
         re.fullmatch(r"nag +tune  rate 0.016  loss .*   \d+ of \d\d, .* left", x) for x in lines
