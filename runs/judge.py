@@ -45,7 +45,7 @@ residual = "nag"  # modes to judge, separated by commas; all: every mode
 baseline = "prenorm"  # the mode to compare with
 seeds = 5  # seeds of the final runs: 1, 2, ...
 tune_share = 0.25  # length of a tuning run, as a share of max_iters
-rehearse = False  # all of it at toy size, with 2 seeds and 2 values of what is tuned
+rehearse = False  # all of it at toy size, with the changes in FEW
 name = "judge"  # name of the file in results/
 
 OWN = ("residual", "baseline", "seeds", "tune_share", "rehearse", "name")
@@ -58,6 +58,8 @@ FACTORS = {  # multiples of a rate's default; each list is tried until one does 
     "embed_lr": ((1 / 4, 1 / 16, 1 / 64),),
 }
 LENGTHS = (0.7, 1.4, 2.0, 2.8, 4.0)  # lengths of extra baseline runs, as shares of the whole
+# A rehearsal changes these, beside TOY.
+FEW = {"seeds": 2, "LENGTHS": (0.7, 2.8), "FACTORS": {"gate_lr": ((4,),), "embed_lr": ((1 / 4,),)}}
 TUNED = ("learning_rate", "init_out", *FACTORS)
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
 LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
@@ -301,14 +303,14 @@ def plan(scale, modes, extra, ratios):
     """A Progress for the runs that are left. Says first how long they will take.
 
     It expects of each mode 10 tuning runs, 3 at full length and 3 at each end of the extra lengths;
-    in a rehearsal 7, 2 and 2. A mode whose seeds have all finished needs no tuning run.
+    in a rehearsal 5, 2 and 2. A mode whose seeds have all finished needs no tuning run.
     extra: {mode: its extra lengths}. ratios: {mode: interval of its time ratio}.
     """
     here, left = study.place(scale).items(), []
     seed_and_steps = itemgetter("seed", "max_iters")
     for mode in modes:
         ends = [1.0, *extra[mode][:1], *extra[mode][-1:]]
-        tuned = [tune_share] * (7 if rehearse else 10) + ends * (2 if rehearse else 3)
+        tuned = [tune_share] * (5 if rehearse else 10) + ends * (2 if rehearse else 3)
         pairs = [*product([0], tuned), *product(range(1, seeds + 1), (1.0, *extra[mode]))]
         runs = (settings(scale, mode, {}, *pair) for pair in pairs)
         known = (full for full, line in lines_of_mode(scale, mode) if here <= line.items())
@@ -343,7 +345,7 @@ def main():
     given = [arg for arg in rest if arg.startswith("--")]
     warning = "REHEARSAL, ignore these numbers. " if rehearse else ""
     if rehearse:
-        globals().update(name=f"rehearsal_{name}", seeds=2)
+        globals().update(FEW, name=f"rehearsal_{name}")
         study.ROUNDS = 15
         given = TOY.split() + given
         study.say(warning.strip())

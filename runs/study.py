@@ -436,10 +436,8 @@ def race(study, runs, measure=True):
         first = next(iter(runs))
         settings = {name: DEFAULTS | runs[name] for name in dict.fromkeys([first, *missing])}
         times = timed(settings)
-        where = {
-            "computes": computes,
-            "machine": machine.device_name(machine.pick_device(DEFAULTS["device"])),
-        }
+        device = machine.device_name(machine.pick_device(DEFAULTS["device"]))
+        where = {"computes": computes, "machine": device}
         where |= {"threads": 1, "commit": machine.commit(), "torch": torch.__version__}
         for name in missing:
             per_token = tokens_of(settings[first]) / tokens_of(settings[name])

@@ -260,13 +260,13 @@ def test_a_rehearsal_is_small_and_says_so(place, monkeypatch, capsys):
     monkeypatch.setattr(study, "probe", lambda settings: (0.01, 3.0))
     monkeypatch.setattr(study, "race", lambda name, runs: dict.fromkeys(runs, (1.0, 1.0, 1.0)))
     monkeypatch.setattr(study, "ROUNDS", study.ROUNDS)
-    for name in judge.OWN:
+    for name in (*judge.OWN, *judge.FEW):
         monkeypatch.setattr(judge, name, getattr(judge, name))
     monkeypatch.setattr(sys, "argv", ["judge.py", "--rehearse=True"])
     judge.main()
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == "REHEARSAL, ignore these numbers." and last.startswith(f"{first} nag: ")
-    assert len(trained) <= 30 and all(run["eval_tokens"] == 2048 for run in trained)
+    assert len(trained) <= 25 and all(run["eval_tokens"] == 2048 for run in trained)
     assert not study.read("judge") and study.read("rehearsal_judge")
 
 
