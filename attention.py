@@ -111,7 +111,6 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(of_k, config.norm_eps) if config.qk_norm else nn.Identity()
         takes_values = config.value_embeds and (config.n_layer - 1 - b) % 2 == 0  # last block too
         self.value_gate = nn.Parameter(torch.empty(self.n_kv_head)) if takes_values else None
-        self.q_scale = self.k_scale = nn.Identity()  # unless the mode has its own
         self.softmax_scale = 1 / math.sqrt(D)
 
     def reset_parameters(self):
@@ -120,10 +119,10 @@ class Attention(nn.Module):
 
     def query(self, h, rope):
         q = self.normed(self.q_norm, self.wq(h))
-        return self.q_scale(rotary(q, rope))  # (B, H, T, D)
+        return rotary(q, rope)  # (B, H, T, D)
 
     def key_value(self, h, rope, values=None):
-        k = self.k_scale(rotary(self.normed(self.k_norm, self.wk(h)), rope))
+        k = rotary(self.normed(self.k_norm, self.wk(h)), rope)
         v = self.heads(self.wv(h))
         if values is not None:
             v = (v + self.value_gate[:, None, None] * self.heads(values)).to(v.dtype)  # Eq. 3

@@ -131,12 +131,11 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.n_embd, hidden, config.bias)
         self.gate = nn.Linear(config.n_embd, hidden, config.bias) if gated else None
         self.down = nn.Linear(hidden, config.n_embd, config.bias)
-        self.up_scale = self.gate_scale = nn.Identity()  # unless the mode has its own
 
     def forward(self, h):
         if self.gate is None:
-            return self.down(self.act(self.up_scale(self.up(h))))
-        return self.down(self.act(self.gate_scale(self.gate(h))) * self.up_scale(self.up(h)))
+            return self.down(self.act(self.up(h)))
+        return self.down(self.act(self.gate(h)) * self.up(h))
 
 
 def make_mlp(config):
@@ -152,7 +151,8 @@ class Block(nn.Module):
     def __init__(self, config, b):
         super().__init__()
         residual = RESIDUALS[config.residual]
-        self.attn, self.attn_residual = Attention(config, b), residual(config, 2 * b + 1)
+        attention = residual.attention or Attention
+        self.attn, self.attn_residual = attention(config, b), residual(config, 2 * b + 1)
         self.mlp, self.mlp_residual = make_mlp(config), residual(config, 2 * b + 2)
         residual.equip(self, config)
         self.attn_router = self.mlp_router = None

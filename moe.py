@@ -76,7 +76,6 @@ class MoE(nn.Module):
         self.up = nn.Parameter(torch.empty(E, hidden, C))
         self.down = nn.Parameter(torch.empty(E, C, hidden))
         self.gate = nn.Parameter(torch.empty(E, hidden, C)) if gated else None
-        self.up_scale = self.gate_scale = nn.Identity()  # unless the mode has its own
         self.register_buffer("bias", torch.zeros(E))
         load = torch.zeros(E, dtype=torch.int64)  # choices of each expert since the last balance
         self.register_buffer("load", load, persistent=False)
@@ -113,11 +112,11 @@ class MoE(nn.Module):
         weights = (self.up, self.down, self.gate)
         up, down, gate = (None if weight is None else weight.to(dtype) for weight in weights)
         x_rows = x.to(dtype)[rows]
-        units = self.up_scale(grouped(x_rows, up, ends))
+        units = grouped(x_rows, up, ends)
         if gate is None:
             inner = self.act(units)
         else:
-            inner = self.act(self.gate_scale(grouped(x_rows, gate, ends))) * units
+            inner = self.act(grouped(x_rows, gate, ends)) * units
         y = grouped(inner, down, ends) * w.flatten()[order, None].to(dtype)
         return torch.zeros_like(x, dtype=dtype).index_add_(0, rows, y)
 

@@ -52,7 +52,7 @@ import math
 import torch
 from torch import nn
 
-from attention import head_width
+from attention import Attention, head_width
 from norms import NoEnds, PreNorm, Stream, mlps, refuse, upcast, weight_of
 
 ALPHA = 0.05  # the first step from the stream towards a sublayer's output
@@ -82,19 +82,44 @@ class UnitHeads(nn.Module):
         return (s * unit(upcast(x))).to(x.dtype)
 
 
-class HiddenScale(nn.Module):
-    """Eq. 4 for u or v (..., hidden)"""
+class UnitAttention(Attention):
+    """Attention with Eq. 3"""
 
-    def __init__(self, hidden, config):
+    def __init__(self, config, b):
+        super().__init__(config, b)
+        self.q_scale = self.k_scale = UnitHeads(self.n_head, config)
+        if self.n_kv_head != self.n_head:
+            self.k_scale = UnitHeads(self.n_kv_head, config)
+        self.softmax_scale = math.sqrt(head_width(config))
+
+    def query(self, h, rope):
+        return self.q_scale(super().query(h, rope))
+
+    def key_value(self, h, rope, values=None):
+        k, v = super().key_value(h, rope, values)
+        return self.k_scale(k), v
+
+
+class ScaledActivation(nn.Module):
+    """Eq. 4, in the place of the activation of an MLP: z is v if there is a gate, else u."""
+
+    def __init__(self, mlp, config):
         super().__init__()
-        self.s = nn.Parameter(torch.empty(hidden))
-        self.root = math.sqrt(config.n_embd)
+        hidden = weight_of(mlp.up).size(-2)
+        self.act, self.root = mlp.act, math.sqrt(config.n_embd)
+        self.s_u = nn.Parameter(torch.empty(hidden))
+        self.s_v = None if mlp.gate is None else nn.Parameter(torch.empty(hidden))
 
     def reset_parameters(self):
-        nn.init.ones_(self.s)
+        nn.init.ones_(self.s_u)
+        if self.s_v is not None:
+            nn.init.ones_(self.s_v)
 
-    def forward(self, u):
-        return (self.root * self.s * u).to(u.dtype)
+    def forward(self, z):
+        if self.s_v is None:
+            return self.act((self.root * self.s_u * z).to(z.dtype))
+        inner = self.act((self.root * self.s_v * z).to(z.dtype))
+        return (self.root * self.s_u * inner).to(z.dtype)  # the MLP multiplies this by u
 
 
 def matrices(model):
@@ -145,6 +170,7 @@ class NGPTEnds(NoEnds):
 class NGPT(PreNorm):
     ends = NGPTEnds
     init_out = "plain"
+    attention = UnitAttention
     recipe = {"weight_decay": 0.0, "warmup_iters": 0}  # where train.py's settings are None
 
     def __init__(self, config, layer):
@@ -158,17 +184,9 @@ class NGPT(PreNorm):
 
     @staticmethod
     def equip(block, config):
-        """Give the attention and the MLPs of a block the scales of Eqs. 3 and 4."""
-        attn = block.attn
-        attn.softmax_scale = math.sqrt(head_width(config))
-        attn.q_scale = attn.k_scale = UnitHeads(attn.n_head, config)
-        if attn.n_kv_head != attn.n_head:
-            attn.k_scale = UnitHeads(attn.n_kv_head, config)
+        """Give the MLPs of a block the scales of Eq. 4."""
         for mlp in mlps(block):
-            hidden = weight_of(mlp.up).size(-2)
-            mlp.up_scale = HiddenScale(hidden, config)
-            if mlp.gate is not None:
-                mlp.gate_scale = HiddenScale(hidden, config)
+            mlp.act = ScaledActivation(mlp, config)
 
     def read(self, stream):
         return stream.x, stream

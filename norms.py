@@ -278,6 +278,7 @@ class PreNorm(nn.Module):
     settings = ()  # fields of GPTConfig that belong to this mode; other modes refuse them
     ends = FinalNorm
     init_out = "scaled"  # initialisation of the output projections if the setting init_out is None
+    attention = None  # a subclass of attention.Attention in its place
     recipe = {}  # weight_decay and warmup_iters, where train.py's settings are None
     decays = ()  # names of its parameters that have weight decay
     rotates = False  # whether it has turn, alpha and ramp, as NAG does
@@ -295,7 +296,7 @@ class PreNorm(nn.Module):
 
     @staticmethod
     def equip(block, config):
-        """Add modules to the attention and the MLP of a new block."""
+        """Add modules to a new block."""
 
     @staticmethod
     def init_sublayers(block, config):

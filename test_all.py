@@ -303,7 +303,8 @@ class Formulas:
 
     def hidden(self, x, at, name):
         y, of_all = self.linear(x, f"{at}.{name}"), at.rpartition(".")[0]  # experts
-        s = self.P.get(f"{at}.{name}_scale.s", self.P.get(f"{of_all}.{name}_scale.s"))  # of nGPT
+        scale = {"up": "act.s_u", "gate": "act.s_v"}[name]  # of nGPT
+        s = self.P.get(f"{at}.{scale}", self.P.get(f"{of_all}.{scale}"))
         return y if s is None else math.sqrt(x.size(-1)) * s * y
 
     def one_mlp(self, x, at):

@@ -48,7 +48,7 @@ def parameters_of_the_golden(z, kind):
         "transformer.wte.weight": ["embed.weight"], "lm_head.weight": ["head.weight"],
         "sz": ["ends.s_z"], "attn_alpha": ["attn_residual.alpha"],
         "mlp_alpha": ["mlp_residual.alpha"], "sqk": ["attn.q_scale.s"],
-        "suv": ["mlp.up_scale.s", "mlp.gate_scale.s"],
+        "suv": ["mlp.act.s_u", "mlp.act.s_v"],
         "c_fc.weight": ["mlp.up.weight", "mlp.gate.weight"],
         "mlp_c_proj.weight": ["mlp.down.weight"],
         "query.weight": ["attn.wq.weight"], "key.weight": ["attn.wk.weight"],

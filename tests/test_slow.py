@@ -537,6 +537,7 @@ def test_every_documented_command_runs_at_toy_size(tmp_path):
         (clone / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(os.path.join(HERE, file), clone / file)
     write_conversations(clone / "chat.jsonl")
+    (clone / "my.txt").write_text("".join(f"{i} green bottles\n" for i in range(2000)))
     write_llama(tmp_path / "hub")
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / ".venv" / "bin" / "python").symlink_to(sys.executable)
