@@ -18,13 +18,11 @@ A row is named by its first cell, or by more of them if the first is not unique.
 import json
 import math
 import re
-import statistics
 from contextlib import suppress
 from functools import cache, partial
 from itertools import product
-from statistics import mean
+from statistics import mean, median
 
-import conversion
 import judge
 import lead
 import recipe
@@ -78,16 +76,13 @@ def judged(optimizer="muon"):
 
 @cache
 def compared(optimizer="muon"):
-    """What judge.compare returns for all judged modes, from the best at equal steps to the worst.
-
-    Modes that diverged are last.
-    """
+    """judge.compare of all judged modes, best at equal steps first and diverged ones last."""
     found = judge.compared(*judged(optimizer))
     return sorted(found, key=lambda each: each["steps"] or (math.inf, 0))
 
 
 def verdicts(optimizer):
-    """The judge's table, with the baseline and the verdicts after Holm's correction."""
+    """The judge's table with the baseline and the verdicts after Holm's correction."""
     gaps = {each["mode"]: each["steps"] for each in compared(optimizer) if each["steps"]}
     corrected = stats.holm(gaps, SEEDS[optimizer])
     rows = [judge.cells_of_baseline(*judged(optimizer)[0][BASELINE])]
@@ -130,8 +125,8 @@ def judge_facts():
     yield "compared", len(rows)
     yield "verdicts that half the rate changes", sum(a != b for a, b in pairs)
     halves = [each["steps"][1] for each in compared() if each["steps"]]
-    yield "median half-width", f"{statistics.median(halves):.4f}"
-    yield "difference to be found", f"{1.5 * statistics.median(halves):.3f}"
+    yield "median half-width", f"{median(halves):.4f}"
+    yield "difference to be found", f"{1.5 * median(halves):.3f}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -358,6 +353,19 @@ def other_facts():
         yield f"time of BHyT's {name}", f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
+def conversion():
+    """A pre-norm model that trains on, unchanged or converted; the settings are tuned on seed 0."""
+    of, rows = {}, []
+    for line in sorted(read("convert"), key=lambda line: line["settings"]["seed"]):
+        if "init_from" in line["settings"] and line["settings"]["seed"] > 0:
+            of.setdefault(line["settings"].get("residual", BASELINE), []).append(line)
+    for mode, lines in of.items():
+        losses = (f"{mean_of(lines, key):.4f}" for key in ("start", "loss"))
+        factor = lines[0]["settings"]["learning_rate"] / study.DEFAULTS["learning_rate"]
+        rows.append((mode, *losses, plus_minus(gap_of(lines, of[BASELINE])), f"{factor:g}"))
+    return ("start", "loss at step 0", "loss", f"minus {BASELINE}'s", "factor on rates"), rows
+
+
 TIMES = {  # column: [(file, its part)]
     "8 x 128": [("rivals_8x128_cpu", "train")],
     "12 x 512": [("rivals_12x512_cpu", "train"), ("streams_12x512_cpu", "train")],
@@ -386,7 +394,7 @@ TABLES = {
     "inside": inside, "earlier": earlier, "speed": speed,
     "adamw": lambda: verdicts("adamw"),
     "recipe": lambda: (recipe.HEAD, [*recipe.rows(find, measure=False)]),
-    "conversion": lambda: (conversion.HEAD, [*conversion.rows(*conversion.the_base(), find)]),
+    "conversion": conversion,
     "facts": lambda: (("fact", "value"), [*judge_facts(), *lead_facts(), *other_facts()]),
 }  # fmt: skip
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?<!-- end -->", re.S)
