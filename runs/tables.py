@@ -21,7 +21,7 @@ import re
 from contextlib import suppress
 from functools import cache, partial
 from itertools import product
-from statistics import mean, median
+from statistics import mean, median, stdev
 
 import judge
 import lead
@@ -251,7 +251,7 @@ def lead_facts():
     changes = [line["loss"] - first[name]["loss"] for name, line in again.items()]
     yield "runs on another CPU", len(changes)
     yield "mean change on another CPU", f"{mean(changes):+.4f}"
-    yield "deviation on another CPU", f"{statistics.stdev(changes):.4f}"
+    yield "deviation on another CPU", f"{stdev(changes):.4f}"
 
 
 # ------------------------------------------------------------------------------------------------
