@@ -331,7 +331,7 @@ def differences(path, rows, baseline):
     plt.rcParams["font.size"] = 15
     fig, axes = plt.subplots(figsize=(11, 2 + 0.42 * len(rows)), layout="constrained")
     names, *kinds = zip(*rows)
-    labels = ("after as many steps", "after as much time")
+    labels = ("at equal steps", "at equal time")
     for label, style, shift, of_kind in zip(labels, ("C0o", "C1s"), (-0.16, 0.16), kinds):
         points = [(*gap, y + shift) for y, gap in enumerate(of_kind) if gap in inside]
         middles, halves, heights = zip(*(points or [(math.nan,) * 3]))  # the legend shows both
