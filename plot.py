@@ -310,7 +310,7 @@ def speed(axes, files):
 
 
 def differences(path, rows, baseline):
-    """Intervals of two differences from a baseline. rows: [(name, after as many steps, after as
+    """Intervals of two differences from a baseline. rows: [(name, at equal steps, at
     much time)], where an interval is (middle, half), or None.
 
     Limits cover every interval that ends within 3 times the median end. The others become arrows,
