@@ -310,8 +310,8 @@ def speed(axes, files):
 
 
 def differences(path, rows, baseline):
-    """Intervals of two differences from a baseline. rows: [(name, at equal steps, at
-    much time)], where an interval is (middle, half), or None.
+    """Intervals of two differences from a baseline. rows: [(name, at equal
+    steps, at equal time)], where an interval is (middle, half), or None.
 
     Limits cover every interval that ends within 3 times the median end. The others become arrows,
     so that a bad design does not hide the differences between good ones.
