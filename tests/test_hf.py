@@ -402,10 +402,10 @@ def test_what_a_user_does_with_an_imported_model(model_folder, tmp_path):
 @pytest.mark.slow
 def test_shards_of_an_imported_tokenizer_continue_the_training(model_folder, tmp_path, monkeypatch):
     out, book, shards = tmp_path / "qwen", tmp_path / "book.txt", tmp_path / "shards"
-    for path in (book, tmp_path / "same.txt"):
-        path.write_text(TEXT * 4)
+    book.write_text(TEXT * 4)
+    (tmp_path / "other.txt").write_text(TEXT * 4 + "the end")
     hf.import_model(str(model_folder), str(out))
-    where = dict(source=book, val_source=tmp_path / "same.txt", data_dir=shards, workers=1)
+    where = dict(source=book, val_source=tmp_path / "other.txt", data_dir=shards, workers=1)
     script("prepare_c4.py", **where, tokenizer=out / "tokenizer.json")
     short = dict(max_iters=2, block_size=32, compile=False, eval_interval=1)
     script("train.py", init_from=out, out_dir=tmp_path / "more", data_dir=shards, **short)
