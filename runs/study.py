@@ -392,7 +392,7 @@ def probe(settings, steps=30):
     with ThreadPoolExecutor(len(devices())) as pool:
         found = [*pool.map(measured, range(len(devices())))]
     shutil.rmtree(folder)
-    return map(statistics.mean, zip(*found))
+    return tuple(map(statistics.mean, zip(*found)))
 
 
 def locked(study, name, settings, device, look):

@@ -234,7 +234,7 @@ def steps_on_another_device(modes):
     for mode in modes:
         router = "nag" if mode == "nag" else "learned"
         routed = dict(mod_on="both", mod_rate=0.4, mod_router=router)
-        for more in (EXTRAS, {"moe_experts": 4}, {"tied": False, "bias": True}, routed):
+        for more in (EXTRAS | {"moe_experts": 4, "tied": False, "bias": True}, routed):
             try:
                 model = GPT(GPTConfig(**{**TINY, "residual": mode, **more}))
             except ValueError as error:
