@@ -2398,6 +2398,18 @@ def test_choices_score_the_same_one_by_one(residual):
 # --- Figures, studies, speed, README, house rules -------------------------------------------------
 
 
+def test_a_figure_shows_the_mean_of_seeds_and_a_band_from_lowest_to_highest():
+    import matplotlib.pyplot as plt
+
+    axes = plt.figure().subplots()
+    plot.plot_mean(axes, {3: [5.0], 1: [2.0, 4.0]})
+    x, means = axes.lines[0].get_data()
+    assert (list(x), list(means)) == ([1, 3], [3.0, 5.0])
+    band = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (2.0, 5.0)
+    plt.close("all")
+
+
 def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_path):
     dense, bench, x = [str(runs / name) for name in "abc"], tmp_path / "b.json", str(tmp_path / "x")
     for run, what in (("a", "depth"), ("b", "depth"), ("c", "depth"), ("d", "mod"), ("e", "depth")):
