@@ -32,7 +32,7 @@ import time
 import weakref
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 
@@ -49,7 +49,7 @@ from data import write_json
 from generate import FOLDS, KVCache, compiled_step, next_token
 from machine import autocast, commit, cores, device_name, peak_flops, pick_device, prepare_process
 from mod import routers
-from model import GPT, RESIDUALS, GPTConfig, settings_of_others
+from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, settings_of_others
 from norms import pick
 
 what = "forward,residual,train,memory,generate,mod"  # parts, separated by commas
@@ -658,7 +658,7 @@ def main():
         settings, _ = read(argv=[*QUICK.split(), *given])
     device = "cpu" if what == "size" else str(pick_device(device))
     prepare_process(device)
-    base = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
+    base = GPTConfig(**{name: settings[name] for name in MODEL_SETTINGS})
     try:
         chosen = check_settings(base)
     except ValueError as error:

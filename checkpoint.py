@@ -14,7 +14,6 @@ is complete on disk: an interrupted save leaves the previous checkpoint in place
 import os
 import pickle
 import shutil
-from dataclasses import fields
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from data import atomic, file_sha256
 from machine import gathered, shard_like
-from model import GPT, RESIDUALS, GPTConfig
+from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig
 
 FORMAT = 4  # raise it when the content of a file or the meaning of a setting changes
 NEWEST = "ckpt.pt"
@@ -83,7 +82,7 @@ def load(path):
     use_its_code = "use the code that wrote it: log.jsonl has its commit"
     if found != FORMAT:
         raise SystemExit(f"{path} has format {found}, this code reads {FORMAT}: {use_its_code}")
-    differs = state["config"].keys() ^ {field.name for field in fields(GPTConfig)}
+    differs = state["config"].keys() ^ MODEL_SETTINGS
     if differs:
         names = ", ".join(sorted(differs))
         raise SystemExit(f"{path} differs from this code in the settings {names}: {use_its_code}")
@@ -118,7 +117,7 @@ def base_of(state):
 
 
 def merged(state):
-    """The weights of a model with adapters: those of the base, plus alpha / rank B A (lora.py)."""
+    """The weights of the base with the adapters added: W + alpha / rank B A (lora.py)."""
     own, weights = state["model"], {**base_of(state)["model"]}
     scale = state["lora"]["alpha"] / state["lora"]["rank"]
     for name, x in own.items():
@@ -151,19 +150,18 @@ def inherit(saved, settings, given, going_on):
     the model and data_dir. It has a tenth of the learning rates, or with adapters all of them.
     Settings given now override these; changing a fixed one is an error.
     """
-    model = {field.name for field in fields(GPTConfig)}
     old = settings | saved["settings"] | saved["config"]
     if going_on:
         if "tokens_per_step" not in saved:
             asks = "give it as init_from, with another out_dir"
             raise SystemExit(f"{saved['path']} has no optimizer state: {asks}")
         kept = {key: old[key] for key in settings}
-        fixed = FIXED | (model - {"dropout"})
+        fixed = FIXED | (MODEL_SETTINGS - {"dropout"})
     else:
-        kept = settings | {key: old[key] for key in model | {"data_dir", "loss_chunk"}}
+        kept = settings | {key: old[key] for key in MODEL_SETTINGS | {"data_dir", "loss_chunk"}}
         share = 1.0 if settings["lora_rank"] else FINE_TUNING
         kept |= {key: old[key] and share * old[key] for key in RATES}
-        fixed = model - {"dropout", "block_size"}
+        fixed = MODEL_SETTINGS - {"dropout", "block_size"}
         predicts = RESIDUALS[old["residual"]].predicts
         if predicts and given.get("block_size", old["block_size"]) != old["block_size"]:
             kept["bhyt_context"] = old["bhyt_context"] or old["block_size"]  # keep the c it has

@@ -498,6 +498,15 @@ class Loader:
         return [part.to(self.device, non_blocking=True) for part in parts]
 
 
+def micro_batches(share, batch_size):
+    """(sequences of a micro-step, micro-steps) for a rank that trains share sequences a step.
+
+    A micro-step has at most batch_size sequences.
+    """
+    sequences = max(n for n in range(1, min(batch_size, share) + 1) if share % n == 0)
+    return sequences, share // sequences
+
+
 VAL_PARTS = {"all": slice(None), "tune": slice(0, None, 2), "report": slice(1, None, 2)}
 
 

@@ -93,6 +93,9 @@ class GPTConfig:
     mod_fallback: bool = False  # mod, nag router: skipped tokens rotate towards a learned direction
 
 
+MODEL_SETTINGS = {field.name for field in fields(GPTConfig)}
+
+
 # ------------------------------------------------------------------------------------------------
 # Sublayers
 
@@ -185,7 +188,7 @@ class Block(nn.Module):
         return router(run, residual, h, stream, self.scale)
 
     def flops(self, scores):
-        """(FLOPs of attention, of the MLP) for GPT.flops_per_token. scores: those of all scores."""
+        """FLOPs per token of (attention, the MLP). scores: FLOPs of the attention scores."""
         attention = matmul_flops((*self.attn.modules(), *self.attn_residual.modules())) + scores
         mlp = matmul_flops((*self.mlp.modules(), *self.mlp_residual.modules()))
         if self.attn_router is not None:  # keys and values are computed for all tokens

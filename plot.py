@@ -310,8 +310,9 @@ def speed(axes, files):
 
 
 def differences(path, rows, baseline):
-    """Intervals of two differences from a baseline. rows: [(name, at equal
-    steps, at equal time)], where an interval is (middle, half), or None.
+    """Draw intervals of two differences from a baseline.
+
+    rows: [(name, at equal steps, at equal time)]. An interval is (middle, half), or None.
 
     Limits cover every interval that ends within 3 times the median end. The others become arrows,
     so that a bad design does not hide the differences between good ones.

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import uuid
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import timedelta
 from itertools import repeat
 
@@ -29,7 +29,7 @@ import mod
 import moe
 import muon
 from configurator import configure, echo
-from data import Loader, Windows, atomic, eval_batches, is_imported, spread
+from data import Loader, Windows, atomic, eval_batches, is_imported, micro_batches, spread
 from depth import gate_health
 from machine import (
     autocast,
@@ -45,7 +45,7 @@ from machine import (
     pick_dtype,
     prepare_process,
 )
-from model import GPT, RESIDUALS, GPTConfig, evaluate, init_out
+from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, evaluate, init_out
 
 # where things are
 data_dir = "data/python"  # shards that prepare_c4.py made
@@ -105,7 +105,6 @@ def fail(message):
 
 MAX_BAD_STEPS = 5  # stop after so many steps in a row with a non-finite loss or gradient
 WANDB_PROJECT = "residual"
-MODEL_SETTINGS = {field.name for field in fields(GPTConfig)}
 ABOVE_0 = "max_iters batch_size log_interval loss_chunk learning_rate eval_tokens flops_budget"
 ABOVE_0 += " total_batch_tokens wsd_share"
 AT_LEAST_0 = "seed weight_decay grad_clip gate_lr embed_lr head_lr warmup_iters alpha_warmup_iters"
@@ -180,8 +179,7 @@ def divide_batch():
     share = tokens // (T * world)  # sequences of each rank
     if share * T * world != tokens or not share:
         fail(f"{tokens} tokens a step do not divide over {world} ranks in sequences of {T} tokens")
-    sequences = max(n for n in range(1, min(batch_size, share) + 1) if share % n == 0)
-    return tokens, sequences, share // sequences
+    return tokens, *micro_batches(share, batch_size)
 
 
 def open_data():
@@ -396,15 +394,15 @@ def warm_steps():
 def learning_rate_factor():
     """The learning rate as a share of its peak: warm-up, then cosine or wsd, down to min_lr."""
     at = step if flops_budget is None else flops / expected_flops
-    last, warm = max_iters, warm_steps()
+    warm = warm_steps()
     floor = 0.1 if min_lr is None else min_lr / learning_rate
     rising = min(1.0, (at + 1) / (warm + 1))
     if schedule == "wsd":
-        falling = 1 - (1 - floor) * min(1, max(0, 1 - (last - at) / (wsd_share * last)))
+        falling = 1 - (1 - floor) * min(1, max(0, 1 - (max_iters - at) / (wsd_share * max_iters)))
         return min(rising, falling)
     if at < warm:
         return rising
-    done = min(1, (at - warm) / max(1, last - warm))
+    done = min(1, (at - warm) / max(1, max_iters - warm))
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
 
 

@@ -272,7 +272,7 @@ def cells_of_baseline(choice, lines):
 
 
 def sentence(found, lines):
-    """What compare returned, in words. lines: those of the baseline, by length."""
+    """The result of compare as a sentence. lines: {length: lines of the baseline}"""
     mode, gap, times = found["mode"], found["steps"], found["times"]
     if found["diverged"]:
         return f"{mode}: {found['diverged']}"

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
@@ -39,8 +38,8 @@ import bench
 import checkpoint
 import machine
 from configurator import configure
-from data import Windows
-from model import GPTConfig
+from data import Windows, micro_batches
+from model import MODEL_SETTINGS, GPTConfig
 
 TRAIN, EVAL = str(ROOT / "train.py"), str(ROOT / "eval.py")
 # Settings that do not change what a run computes. data_dir counts by the hashes of its shards, and
@@ -365,7 +364,7 @@ class NotFinished(SystemExit):
 
 
 def find(study, runs, look=()):
-    """run, for runs that have all finished. look: as in run, not used."""
+    """As run, but trains nothing: an error if a run has not finished. look is not used."""
     keys = [key(settings) for settings in runs]
     lines = {name: line for name, line in finished(study).items() if name[0] in keys}
     if len({name[1:] for name in lines}) > 1:
@@ -466,10 +465,10 @@ def tokens_of(full):
 
 def stepper(full, device):
     """A function that runs STEPS optimizer steps, each with the micro-steps that train.py takes."""
-    config = GPTConfig(**{field.name: full[field.name] for field in fields(GPTConfig)})
+    config = GPTConfig(**{name: full[name] for name in MODEL_SETTINGS})
     share = tokens_of(full) // config.block_size
-    sequences = max(n for n in range(1, min(full["batch_size"], share) + 1) if share % n == 0)
-    how = {"micro_steps": share // sequences, "optimizer": full["optimizer"]}
+    sequences, micro_steps = micro_batches(share, full["batch_size"])
+    how = {"micro_steps": micro_steps, "optimizer": full["optimizer"]}
     how |= {"compile": compiles(full), "recompute": full["recompute"]}
     how |= {"loss_chunk": full["loss_chunk"]}
     dtype = machine.pick_dtype(full["dtype"], torch.device(device).type)

@@ -198,9 +198,9 @@ def mean_of(lines, key):
 
 
 def at_equal_flops(lines):
-    """Losses minus those of a NAG without skipping that was trained for as many FLOPs, by seed.
+    """{seed: loss minus the loss of a NAG without skipping, at equal FLOPs}
 
-    That NAG is interpolated between lengths.
+    The loss of that NAG is interpolated between lengths.
     """
     tokens = lead_lines("tokens").items()
     dense = {steps: of for (name, steps), of in tokens if name == "nag" and steps >= 2000}

@@ -278,34 +278,23 @@ def test_x0mix_starts_as_nanochat():
 # --- Hyper-Connections, Attention Residuals -------------------------------------------------------
 
 
-def test_hyper_connections_equal_the_golden_with_gradients():
-    z, close = golden("mhc"), dict(rtol=0, atol=1e-9)
+@cases("kind", ["mhc", "ihc"])
+def test_hyper_connections_equal_the_golden_with_gradients(kind):
+    z, close = golden(kind), dict(rtol=0, atol=1e-9)
     names = "x fn base scale head_fn head_base head_scale W".split()
     x, fn, base, scale, *head, W = leaves = [z[name].requires_grad_() for name in names]
     eps = z["eps"].item()
-    pre, post, M = streams_file.mhc_maps(x, fn, scale, base, int(z["iters"]), eps)
+    if kind == "mhc":
+        pre, post, M = streams_file.mhc_maps(x, fn, scale, base, int(z["iters"]), eps)
+        write, maps = (lambda f: streams_file.write(x, M, post, f)), dict(post=post, comb=M)
+    else:
+        pre, post = streams_file.mhc_maps(x, fn, scale, base, eps=eps)
+        write, maps = (lambda f: streams_file.add(x, post, f)), dict(pre=pre, post=post)
     h = streams_file.read(x, pre)
     f = torch.tanh(h @ W)
-    y = streams_file.write(x, M, post, f)
+    y = write(f)
     out = streams_file.mhc_end(y, head[0], head[2], head[1], eps)
-    for name, ours in dict(post=post, comb=M, h=h, f=f, y=y, out=out).items():
-        assert_close(ours, z[name], **close, msg=lambda text, name=name: f"{name}: {text}")
-    for name, grad in zip(names, torch.autograd.grad(out, leaves, z["g"])):
-        text = lambda text, name=name: f"gradient of {name}: {text}"
-        assert_close(grad, z["grad_" + name], **close, msg=text)
-
-
-def test_ihc_equals_the_golden_with_gradients():
-    z, close = golden("ihc"), dict(rtol=0, atol=1e-9)
-    names = "x fn base scale head_fn head_base head_scale W".split()
-    x, fn, base, scale, *head, W = leaves = [z[name].requires_grad_() for name in names]
-    eps = z["eps"].item()
-    pre, post = streams_file.mhc_maps(x, fn, scale, base, eps=eps)
-    h = streams_file.read(x, pre)
-    f = torch.tanh(h @ W)
-    y = streams_file.add(x, post, f)
-    out = streams_file.mhc_end(y, head[0], head[2], head[1], eps)
-    for name, ours in dict(pre=pre, post=post, h=h, f=f, y=y, out=out).items():
+    for name, ours in dict(**maps, h=h, f=f, y=y, out=out).items():
         assert_close(ours, z[name], **close, msg=lambda text, name=name: f"{name}: {text}")
     for name, grad in zip(names, torch.autograd.grad(out, leaves, z["g"])):
         text = lambda text, name=name: f"gradient of {name}: {text}"
