@@ -9,10 +9,13 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
 1. Tune both modes alike, with seed 0 and a quarter of the steps, on a sample of one half of the
    validation split. Tune the learning rate first, and extend its grid while the best value is at an
    edge. Then tune the initialisation of the output projections, gate_lr and embed_lr. Last, tune
-   the learning rate again at full length, because the best one depends on the length.
+   the learning rate again at full length, because the best one depends on the length: first with
+   seed 0, then among this rate, half and twice of it, by the mean loss of three seeds.
 2. Train both with new seeds for all steps. Evaluate on the other half of the validation split.
 3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
-   "undecided". The intervals leave out the noise of the tuning.
+   "undecided". The intervals leave out the noise of the tuning. A verdict is "fragile" if it is
+   another one against the baseline at half or twice its learning rate. It has an "outlier" if the
+   signed-rank interval of the median, which one seed cannot move, gives another verdict.
 4. To compare at equal time, time the steps of all modes in turn, before any training. Also train
    the baseline for fewer and more steps, and interpolate its loss at the time of the mode. Its
    learning rate is tuned again at the shortest and the longest of these lengths.
@@ -27,14 +30,16 @@ import statistics
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache, partial
 from itertools import product
 from operator import itemgetter
 
+import stats
 import study
 import torch
-from stats import gap_at, losses_of, paired, plus_minus, verdict
+from stats import gap_at, losses_of, minus, paired, plus_minus, verdict
 from study import ROOT
 
 import plot
@@ -43,7 +48,7 @@ from model import GPT, RESIDUALS, GPTConfig
 
 residual = "nag"  # modes to judge, separated by commas; all: every mode
 baseline = "prenorm"  # the mode to compare with
-seeds = 5  # seeds of the final runs: 1, 2, ...
+seeds = 8  # seeds of the final runs: 1, 2, ...
 tune_share = 0.25  # length of a tuning run, as a share of max_iters
 rehearse = False  # all of it at toy size, with the changes in FEW
 name = "judge"  # name of the file in results/
@@ -53,6 +58,7 @@ SCALE = str(ROOT / "config" / "judge_8x64.py")
 TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048 --log_interval=4"
 TOY += " --compile=False"
 AROUND = (0.5, 1.0, 2.0)  # learning rates to try first, as multiples of the scale's
+TUNING = (0, 100, 101)  # seeds that tune; all but the last choice uses only the first
 FACTORS = {  # multiples of a rate's default; each list is tried until one does not help
     "gate_lr": ((1 / 4, 1 / 16), (4, 16, 64)),
     "embed_lr": ((1 / 4, 1 / 16, 1 / 64),),
@@ -60,6 +66,7 @@ FACTORS = {  # multiples of a rate's default; each list is tried until one does 
 LENGTHS = (0.7, 1.4, 2.0, 2.8, 4.0)  # lengths of extra baseline runs, as shares of the whole
 # A rehearsal changes these, beside TOY.
 FEW = {"seeds": 2, "LENGTHS": (0.7, 2.8), "FACTORS": {"gate_lr": ((4,),), "embed_lr": ((1 / 4,),)}}
+FEW |= {"TUNING": TUNING[:1]}
 TUNED = ("learning_rate", "init_out", *FACTORS)
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
 LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
@@ -70,10 +77,11 @@ LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
 
 
 def settings(scale, mode, choice, seed, length=1.0):
-    """The settings of a run. Seed 0 tunes."""
+    """The settings of a run. The seeds of TUNING tune."""
     steps = max(1, round(length * scale["max_iters"]))
-    fixed = {"residual": mode, "seed": seed, "val_part": "report" if seed else "tune"}
-    if not seed and not rehearse:
+    tunes = seed in TUNING
+    fixed = {"residual": mode, "seed": seed, "val_part": "tune" if tunes else "report"}
+    if tunes and not rehearse:
         fixed["eval_tokens"] = TUNE_TOKENS
     return scale | fixed | choice | {"max_iters": steps, "eval_interval": steps}
 
@@ -83,12 +91,14 @@ def of_seeds(scale, mode, choice, seeds, length=1.0):
     return [settings(scale, mode, choice, seed, length) for seed in range(1, seeds + 1)]
 
 
-def best(scale, mode, choices, lines_of, length=None):
-    """The choice whose tuning run has the lowest loss."""
+def best(scale, mode, choices, lines_of, length=None, seeds=(0,)):
+    """The choice whose tuning runs have the lowest mean loss."""
     length = length or tune_share
     choices = choices[:2] if rehearse else choices
-    found = losses_of(lines_of([settings(scale, mode, each, 0, length) for each in choices]))
-    return choices[found.index(min(found))]
+    runs = [settings(scale, mode, *pair, length) for pair in product(choices, seeds)]
+    found, n = losses_of(lines_of(runs)), len(seeds)
+    means = [statistics.mean(found[i : i + n]) for i in range(0, len(found), n)]
+    return choices[means.index(min(means))]
 
 
 def with_rate(choice, rate):
@@ -131,7 +141,8 @@ def tune(scale, mode, lines_of):
     """Tune one setting at a time. Returns {setting: best value}.
 
     First the learning rate, then the initialisation of the output projections, then gate_lr (lower
-    and higher) and embed_lr (lower), as long as each step helps. Last, the learning rate again.
+    and higher) and embed_lr (lower), as long as each step helps. Last, the learning rate again, and
+    once more with three seeds. Recorded runs without these keep the choice of the first seed.
     """
     pick_best = partial(best, scale, mode, lines_of=lines_of)
     usual = (study.DEFAULTS | scale)["learning_rate"]
@@ -144,7 +155,15 @@ def tune(scale, mode, lines_of):
             changes = [{setting: usual * factor} for factor in factors]
             chosen = while_better(chosen, changes, pick_best)
     rates = [chosen["learning_rate"] / n for n in (4, 2, 1)]
-    return best_rate(scale, mode, chosen, rates, lines_of, length=1.0)
+    chosen = best_rate(scale, mode, chosen, rates, lines_of, length=1.0)
+    with suppress(study.NotFinished):
+        chosen = best(scale, mode, nearby(chosen), lines_of, 1.0, TUNING)
+    return chosen
+
+
+def nearby(choice):
+    """The choice with half its learning rate, as it is, and with twice its learning rate."""
+    return [with_rate(choice, choice["learning_rate"] * times) for times in AROUND]
 
 
 def shape_of(scale):
@@ -183,7 +202,8 @@ def lengths(ratios):
 def train(scale, mode, lines_of, seeds, extra=()):
     """Tune a mode and train its seeds, also for extra lengths.
 
-    Returns (tuned settings, {length: lines}).
+    Returns (tuned settings, {length: lines}). Of the baseline, "half" and "twice" are lengths, too:
+    the whole length with another learning rate.
     """
     choice = tune(scale, mode, lines_of)
     first, *others = of_seeds(scale, mode, choice, seeds)
@@ -193,7 +213,15 @@ def train(scale, mode, lines_of, seeds, extra=()):
     found[1.0] = measured.result() + found[1.0]
     for length, own in choices_at(scale, mode, choice, lines_of, extra).items():
         found[length] = lines_of(of_seeds(scale, mode, own, seeds, length))
+    if extra:
+        for name, own in other_rates(choice).items():
+            found[name] = lines_of(of_seeds(scale, mode, own, seeds))
     return choice, found
+
+
+def other_rates(choice):
+    half, _, twice = nearby(choice)
+    return {"half": half, "twice": twice}
 
 
 def choices_at(scale, mode, choice, lines_of, lengths):
@@ -215,24 +243,32 @@ def choices_at(scale, mode, choice, lines_of, lengths):
 
 
 def compare(mode, choice, lines, theirs, ratios):
-    """A mode beside the baseline: a dict of mode, choice, params, ratio; loss, its mean; steps, the
-    interval at equal steps; times, those at the three ratios; diverged, a text or None.
+    """A mode beside the baseline: a dict of mode, choice, params, ratio; n, the number of pairs;
+    loss, its mean; steps, the interval at equal steps; doubts, a list of "fragile" and "outlier";
+    times, the intervals at the three ratios; diverged, a text or None.
 
     theirs: {length: lines of the baseline}. ratios: median_interval of the time ratio. At equal
     time, the baseline's loss is interpolated for each seed. times is empty if the baseline was not
-    trained for as short or as long.
+    trained for as short or as long. Seeds that only one side has do not count.
     """
-    ours = losses_of(lines)
+    wanted = {1.0, "half", "twice", *lengths({mode: ratios})} & theirs.keys()
+    n = min(len(each) for each in (lines, *(theirs[length] for length in wanted)))
+    ours = losses_of(lines[:n])
     found = {"mode": mode, "choice": choice, "params": lines[0]["params"], "ratio": ratios[1]}
-    found |= {"loss": None, "steps": None, "times": [], "diverged": None}
-    wanted = (1.0, *lengths({mode: ratios}))
-    by_length = {length: losses_of(theirs[length]) for length in wanted if length in theirs}
+    found |= {"n": n, "loss": None, "steps": None, "doubts": [], "times": [], "diverged": None}
+    by_length = {length: losses_of(theirs[length][:n]) for length in wanted}
     for who, each in ((mode, ours), (baseline, by_length[1.0])):
         if math.inf in each:
             count = f"{each.count(math.inf)} of {len(each)}"
             return found | {"diverged": f"{count} runs of {who} diverged"}
     by_length = {length: each for length, each in by_length.items() if math.inf not in each}
-    found |= {"loss": statistics.mean(ours), "steps": paired(ours, by_length[1.0])}
+    others = [by_length.pop(name) for name in ("half", "twice") if name in by_length]
+    gap = paired(ours, by_length[1.0])
+    found |= {"loss": statistics.mean(ours), "steps": gap}
+    if any(verdict([paired(ours, other)]) != verdict([gap]) for other in others):
+        found["doubts"].append("fragile")
+    if stats.signed_rank_verdict(minus(ours, by_length[1.0])) not in (None, verdict([gap])):
+        found["doubts"].append("outlier")
     if min(by_length) <= ratios[0] and ratios[-1] <= max(by_length):
         found["times"] = [gap_at(ratio, ours, by_length) for ratio in ratios]
     return found
@@ -261,7 +297,7 @@ def cells(found):
     at_time = "no baseline run this short or long", ""
     if found["times"]:
         at_time = plus_minus(found["times"][1]), verdict(found["times"])
-    at_steps = plus_minus(found["steps"]), verdict([found["steps"]])
+    at_steps = plus_minus(found["steps"]), ", ".join([verdict([found["steps"]]), *found["doubts"]])
     return [*row, f"{found['loss']:.4f}", *at_steps, ratio, *at_time, tuned]
 
 
@@ -277,10 +313,12 @@ def sentence(found, lines):
     if found["diverged"]:
         return f"{mode}: {found['diverged']}"
     words = "{}: {} at equal steps ({:+.3f} ± {:.3f})".format(mode, verdict([gap]), *gap)
+    words += "".join(f" [{doubt}]" for doubt in found["doubts"])
     if times:
         words += ", {} at equal time ({:+.3f} ± {:.3f})".format(verdict(times), *times[1])
     other = "pre-norm" if baseline == "prenorm" else baseline
-    return f"{words} than {other} ({statistics.mean(losses_of(lines[1.0])):.3f})"
+    words += f" than {other} ({statistics.mean(losses_of(lines[1.0])):.3f})"
+    return f"{words}; {stats.detectable(gap[1], found['n']):.3f} could have been found"
 
 
 def draw(path, comparisons, names=None):
@@ -302,20 +340,22 @@ def timed(scale, modes):
 def plan(scale, modes, extra, ratios):
     """A Progress for the runs that are left. Says first how long they will take.
 
-    It expects of each mode 10 tuning runs, 3 at full length and 3 at each end of the extra lengths;
+    It expects of each mode 10 tuning runs, 9 at full length and 3 at each end of the extra lengths;
     in a rehearsal 5, 2 and 2. A mode whose seeds have all finished needs no tuning run.
     extra: {mode: its extra lengths}. ratios: {mode: interval of its time ratio}.
     """
     here, left = study.place(scale).items(), []
     seed_and_steps = itemgetter("seed", "max_iters")
     for mode in modes:
-        ends = [1.0, *extra[mode][:1], *extra[mode][-1:]]
+        ends = [*extra[mode][:1], *extra[mode][-1:]]
         tuned = [tune_share] * (5 if rehearse else 10) + ends * (2 if rehearse else 3)
-        pairs = [*product([0], tuned), *product(range(1, seeds + 1), (1.0, *extra[mode]))]
+        pairs = [*product([0], tuned), *product(TUNING, [1.0] * (2 if rehearse else 3))]
+        other_rates = [1.0, 1.0] if extra[mode] else []
+        pairs += product(range(1, seeds + 1), (1.0, *extra[mode], *other_rates))
         runs = (settings(scale, mode, {}, *pair) for pair in pairs)
         known = (full for full, line in lines_of_mode(scale, mode) if here <= line.items())
         missing = Counter(map(seed_and_steps, runs)) - Counter(map(seed_and_steps, known))
-        if any(seed for seed, _ in missing):
+        if any(seed not in TUNING for seed, _ in missing):
             left += [{"residual": mode, "max_iters": steps} for _, steps in missing.elements()]
     if not left:
         return None

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from itertools import accumulate, combinations_with_replacement
 
 try:
     from scipy.stats import t as student
@@ -27,6 +28,31 @@ def minus(a, b):
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
+def detectable(half, n):
+    """The true difference that 4 of 5 studies find, if their 95% intervals have this half-width."""
+    certain, likely = student.ppf((0.975, 0.8), n - 1)
+    return half * (certain + likely) / certain
+
+
+def signed_rank_verdict(values):
+    """The verdict of the 95% signed-rank interval of the median; None for fewer than 6 values.
+
+    Its ends are means of two values (Walsh averages): the k-th from either side, where k - 1 is the
+    largest rank sum whose probability is at most 0.025 when all signs are equally likely.
+    """
+    n = len(values)
+    counts = [1] + [0] * (n * (n + 1) // 2)  # in how many of the 2^n ways the ranks sum to i
+    for rank in range(1, n + 1):
+        for i in range(len(counts) - 1, rank - 1, -1):
+            counts[i] += counts[i - rank]
+    k = sum(total <= 0.025 * 2**n for total in accumulate(counts))
+    if k == 0:
+        return None
+    means = sorted((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
+    low, high = means[k - 1], means[-k]
+    return "better" if high < 0 else "worse" if low > 0 else "undecided"
+
+
 def p_value(gap, n):
     """The probability of a difference this large if the true one is 0. gap: interval of n values"""
     difference, half = gap
@@ -38,14 +64,14 @@ def p_value(gap, n):
     return float(2 * student.sf(abs(difference) / standard_error, n - 1))
 
 
-def holm(gaps, n):
-    """{name: verdict} after Holm's correction. gaps: {name: interval of n}"""
-    values = {name: p_value(gap, n) for name, gap in gaps.items()}
+def holm(gaps):
+    """{name: verdict} after Holm's correction. gaps: {name: (interval, number of its values)}"""
+    values = {name: p_value(gap, n) for name, (gap, n) in gaps.items()}
     found = dict.fromkeys(gaps, "undecided")
     for i, name in enumerate(sorted(values, key=values.get)):
         if values[name] > 0.05 / (len(values) - i):
             break
-        found[name] = verdict([gaps[name]])
+        found[name] = verdict([gaps[name][0]])
     return found
 
 

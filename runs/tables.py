@@ -35,7 +35,7 @@ from model import RESIDUALS
 
 RESULTS = ROOT / "results"
 PAGES = ("RESULTS.md", "results/more.md", "README.md")
-SEEDS = {"muon": judge.seeds, "adamw": 3}  # seeds of the judge's runs, with each optimizer
+SEEDS = {"muon": (judge.seeds, 5), "adamw": (judge.seeds, 3)}  # the most that a mode's runs have
 BASELINE = judge.baseline
 
 
@@ -60,17 +60,24 @@ def judged(optimizer="muon"):
     scale, lines_of = scale_of(optimizer), partial(find, "judge")
     trained = {}
     for mode in RESIDUALS:
-        with suppress(NotFinished):
-            trained[mode] = judge.train(scale, mode, lines_of, SEEDS[optimizer])
+        for n in SEEDS[optimizer]:
+            with suppress(NotFinished):
+                trained[mode] = judge.train(scale, mode, lines_of, n)
+                break
     ratios = study.race("judge", judge.timed(scale, trained), measure=False)
     choice, lines = trained[BASELINE]
     lengths = judge.lengths(ratios)
-    of_seeds = partial(judge.of_seeds, scale, BASELINE, seeds=SEEDS[optimizer])
-    trained_at = lambda own: {at: lines_of(of_seeds(own[at], length=at)) for at in lengths}
     try:
-        lines |= trained_at(judge.choices_at(scale, BASELINE, choice, lines_of, lengths))
+        own = judge.choices_at(scale, BASELINE, choice, lines_of, lengths)
     except NotFinished:  # the first runs are older than the tuning for these lengths
-        lines |= trained_at(dict.fromkeys(lengths, choice))
+        own = dict.fromkeys(lengths, choice)
+    for name, other in {**own, **judge.other_rates(choice)}.items():
+        length = name if name in lengths else 1.0
+        runs = partial(judge.of_seeds, scale, BASELINE, other, length=length)
+        for n in SEEDS[optimizer]:
+            with suppress(NotFinished):
+                lines[name] = lines_of(runs(n))
+                break
     return trained, ratios
 
 
@@ -83,8 +90,8 @@ def compared(optimizer="muon"):
 
 def verdicts(optimizer):
     """The judge's table with the baseline and the verdicts after Holm's correction."""
-    gaps = {each["mode"]: each["steps"] for each in compared(optimizer) if each["steps"]}
-    corrected = stats.holm(gaps, SEEDS[optimizer])
+    decidable = [each for each in compared(optimizer) if each["steps"]]
+    corrected = stats.holm({each["mode"]: (each["steps"], each["n"]) for each in decidable})
     rows = [judge.cells_of_baseline(*judged(optimizer)[0][BASELINE])]
     rows += map(judge.cells, compared(optimizer))
     for row in rows:
@@ -93,18 +100,16 @@ def verdicts(optimizer):
 
 
 def modes():
-    """The same with Muon, and the verdicts against a baseline with half its learning rate."""
-    head, rows = verdicts("muon")
-    choice, lines = judged()[0][BASELINE]
-    slower = judge.with_rate(choice, choice["learning_rate"] / 2)
-    theirs = find("judge", judge.of_seeds(scale_of("muon"), BASELINE, slower, judge.seeds))
-    for row in rows:
-        gap = gap_of(judged()[0][row[0]][1][1.0], theirs)
-        row.insert(6, verdict([gap]) if gap else "")
-    name, loss = f"{BASELINE} at half its rate", f"{mean(losses_of(theirs)):.4f}"
-    half = [name, rows[0][1], loss, *decided([gap_of(theirs, lines[1.0])])]
-    head.insert(6, "from half the rate")
-    return head, [rows[0], half + [""] * 6, *rows[1:]]
+    """The same with Muon, and the baseline with half and twice its learning rate."""
+    head, (first, *rows) = verdicts("muon")
+    lines = judged()[0][BASELINE][1]
+    others = []
+    for name in lines.keys() & {"half", "twice"}:
+        theirs = lines[name]
+        gap = gap_of(theirs, lines[1.0][: len(theirs)])
+        cells = f"{BASELINE} at {name} its rate", first[1], f"{mean(losses_of(theirs)):.4f}"
+        others.append([*cells, *decided([gap]), *[""] * (len(head) - 5)])
+    return head, [first, *sorted(others), *rows]
 
 
 def decided(intervals):
@@ -115,18 +120,20 @@ def decided(intervals):
 
 def judge_facts():
     """How many modes have each verdict, and what could have been found."""
-    head, (_, _, *rows) = modes()
+    head, (_, *rows) = verdicts("muon")
     words = dict(zip(head, zip(*rows)))
-    for name in ("verdict", "verdict at equal time", "after Holm", "from half the rate"):
+    for name in ("verdict", "verdict at equal time", "after Holm"):
         for word in ("better", "worse", "undecided"):
-            yield f"{name}: {word}", words[name].count(word)
-    pairs = zip(words["verdict"], words["from half the rate"])
+            yield f"{name}: {word}", sum(cell.startswith(word) for cell in words[name])
     yield "designs", len(RESIDUALS)
     yield "compared", len(rows)
-    yield "verdicts that half the rate changes", sum(a != b for a, b in pairs)
-    halves = [each["steps"][1] for each in compared() if each["steps"]]
-    yield "median half-width", f"{median(halves):.4f}"
-    yield "difference to be found", f"{1.5 * median(halves):.3f}"
+    for doubt in ("fragile", "outlier"):
+        yield doubt, sum(doubt in cell for cell in words["verdict"])
+    decidable = [each for each in compared() if each["steps"]]
+    half_widths = [each["steps"][1] for each in decidable]
+    yield "median half-width", f"{median(half_widths):.4f}"
+    able = [stats.detectable(half, each["n"]) for half, each in zip(half_widths, decidable)]
+    yield "difference to be found", f"{median(able):.3f}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -181,7 +188,7 @@ def parts():
     for what in ("nag", "bhyt"):
         changes, times = lead.PLANS[what][0], lead_times(what)
         found = [*lead.rows(lead_lines(what), changes)]
-        corrected = stats.holm({name: gap for name, _, _, gap in found}, len(lead.SEEDS))
+        corrected = stats.holm({name: (gap, len(lead.SEEDS)) for name, _, _, gap in found})
         for name, _, loss, gap in found:
             time = f"{times[name][1]:.2f}" if name in times else ""
             rows.append((what, name, f"{loss:.4f}", *decided([gap]), corrected[name], time))
