@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from machine import gathered
-from norms import FinalNorm, PreNorm, make_norm, readers, refuse, upcast, weight_of
+from norms import FinalNorm, PreNorm, fusing, make_norm, readers, refuse, upcast, weight_of
 
 P = 0.99  # at least this share of a token's features has |tanh's argument| <= lam, by Eq. 1
 KAPPA = (1 - P) ** -0.5  # Eq. 1
@@ -114,6 +114,7 @@ class BHyTEnds(FinalNorm):
 class BHyTExact(PreNorm):
     settings = ("bhyt_lambda", "bhyt_learned", "bhyt_unit")
     ends = BHyTEnds
+    cuda_options = fusing(reads=8, operations=100)
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -161,6 +162,7 @@ class PreNormApprox(PreNorm):
 class BHyT(PreNormApprox):
     settings = (*BHyTExact.settings, *PreNormApprox.settings)
     ends = BHyTEnds
+    cuda_options = BHyTExact.cuda_options
 
     def __init__(self, config, layer):
         super().__init__(config, layer)

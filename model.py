@@ -382,8 +382,12 @@ class GPT(nn.Module):
         most = 8 * len(self.blocks)  # 8 is torch's limit for one block, in training and evaluation
         limits.recompile_limit = max(limits.recompile_limit, most)
         limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, most)
+        options = {}
+        if self.embed.weight.is_cuda:
+            torch._functorch.config.ban_recompute_used_far_apart = False  # it stores float32 copies
+            options = RESIDUALS[self.config.residual].cuda_options
         for block in self.blocks:
-            block.compile()
+            block.compile(options=options or None)
 
     def refresh(self):
         """Recompute what residuals derive from the weights, such as BHyT's c."""

@@ -32,18 +32,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from norms import NoEnds, PreNorm, Stream, refuse, upcast
+from norms import NoEnds, PreNorm, Stream, fusing, refuse, upcast
 
 ALPHA_POWER = 0.5  # alpha of sublayer l starts at l^-ALPHA_POWER
 
 
-def modulator(r, w, b, p, beta):
+def modulator(products, b, p, beta):
     """Eq. 5: m (..., 1), the factor on alpha_l for each token.
 
-    r (..., d), w (C, d), b (C,) and the mixture logits p (C,). The clamp passes no gradient, so a
-    token at the floor stays there until other tokens move w or b.
+    products <w_c, r> (..., C), b (C,) and the mixture logits p (C,). The clamp passes no gradient,
+    so a token at the floor stays there until other tokens move w or b.
     """
-    gates = torch.sigmoid(upcast(F.linear(r, w, b)))  # (..., C)
+    gates = torch.sigmoid(upcast(products) + b)  # (..., C)
     mixture = (gates * p.softmax(-1)).sum(-1, keepdim=True)
     return mixture.clamp(min=1e-6) ** beta
 
@@ -63,7 +63,7 @@ def rotate(r, s, f, a, eps=1e-12, centre=True, orthogonal=True):
 
     Eqs. 2 and 3 subtract multiples of r and of a vector of ones from f. The means of r, f, r^2, f r
     and f^2 therefore give every norm, and the result is A r + D f + E with three scalars per token:
-    one read of r and f, one write of the new r.
+    one read of r and f, one write of the new r. Its backward pass reads r, f and the gradient once.
 
     The price is precision. The norm of f after Eqs. 2 and 3 is computed as a difference, which is
     mostly rounding error when f is nearly parallel to either. In float32, u is accurate to 1e-4
@@ -71,22 +71,71 @@ def rotate(r, s, f, a, eps=1e-12, centre=True, orthogonal=True):
     less than a, or not at all if f = 0; s grows as if by a. The new r is on its sphere at every
     angle. A second pass over f would be exact, but would take 50% more time.
     """
-    r_float, f = upcast(r), upcast(f)
-    rr, fr, ff = (x.mean(-1, keepdim=True) for x in (r_float * r_float, f * r_float, f * f))
-    least = 1000 * torch.finfo(f.dtype).eps * ff
+    a = a.expand_as(s)
+    new, square = Rotation.apply(r, f, a, eps, centre, orthogonal)
+    return new, s + 0.5 * (torch.log1p(a * a) if orthogonal else torch.log(square))
 
-    mean = f.mean(-1, keepdim=True) if centre else 0.0
-    fr = fr - mean * r_float.mean(-1, keepdim=True)  # Eq. 2
+
+def coefficients(r, f, rr, fr, ff, a, eps, centre, orthogonal):
+    """A, D, E of rotate, and the mean of (r + a u)^2, from the means of r, f, r^2, f r, f^2."""
+    least = 1000 * torch.finfo(ff.dtype).eps * ff
+
+    mean = f if centre else torch.zeros_like(f)
+    fr = fr - mean * r  # Eq. 2
     ff = ff - mean * mean
-    c = fr / (rr + eps) if orthogonal else 0.0
+    c = fr / (rr + eps) if orthogonal else torch.zeros_like(f)
     ff = (ff - c * fr).clamp(min=0)  # Eq. 3
     fr = fr - c * rr
 
     k = a * torch.rsqrt(torch.maximum(ff, least) + eps)  # Eq. 4: a u = k (f - mean - c r)
-    square = rr + 2 * k * fr + k * k * ff  # mean of (r + a u)^2; 1 + a^2 if u is orthogonal to r
+    square = rr + 2 * k * fr + k * k * ff  # 1 + a^2 if u is orthogonal to r
     n = torch.rsqrt(square + eps)
-    new = (n - n * k * c) * r_float + (n * k) * f - n * k * mean  # Eq. 6
-    return new.to(r.dtype), s + 0.5 * (torch.log1p(a * a) if orthogonal else torch.log(square))
+    return n - n * k * c, n * k, -n * k * mean, square  # Eq. 6
+
+
+class Rotation(torch.autograd.Function):
+    """rotate without s. The gradients are multiples of grad, r, f and a vector of ones, too."""
+
+    @staticmethod
+    def forward(ctx, r, f, a, eps, centre, orthogonal):
+        x, y = upcast(r), upcast(f)
+        means = [z.mean(-1, keepdim=True) for z in (x, y, x * x, x * y, y * y)]
+        A, D, E, square = coefficients(*means, a, eps, centre, orthogonal)
+        ctx.save_for_backward(r, f, *means, a)
+        ctx.parts = eps, centre, orthogonal
+        return (A * x + D * y + E).to(r.dtype), square
+
+    @staticmethod
+    def backward(ctx, grad, of_square):
+        r, f, *scalars = ctx.saved_tensors
+        x, y, g, d = upcast(r), upcast(f), upcast(grad), r.size(-1)
+        by_scalars = lambda *scalars: coefficients(*scalars, *ctx.parts)
+        (A, D, _, _), pull = torch.func.vjp(by_scalars, *scalars)
+        of_A, of_D, of_E = (z.sum(-1, keepdim=True) for z in (g * x, g * y, g))
+        of_r, of_f, of_rr, of_fr, of_ff, of_a = pull((of_A, of_D, of_E, of_square))
+        grad_r = A * g + (of_r + 2 * of_rr * x + of_fr * y) / d
+        grad_f = D * g + (of_f + of_fr * x + 2 * of_ff * y) / d
+        return grad_r.to(r.dtype), grad_f.to(f.dtype), of_a, None, None, None
+
+
+class Project(torch.autograd.Function):
+    """r, and its products with the rows of w. The gradients of both meet in one addmm."""
+
+    @staticmethod
+    def forward(ctx, r, w):
+        ctx.save_for_backward(r, w)
+        return r.view_as(r), F.linear(r, w)
+
+    @staticmethod
+    def backward(ctx, grad_r, grad):
+        r, w = ctx.saved_tensors
+        rows, total = grad.flatten(0, -2), grad_r.flatten(0, -2)
+        grad_w = rows.T @ r.flatten(0, -2).to(grad.dtype)
+        if grad_r.dtype == grad.dtype:
+            total = torch.addmm(total, rows, w.to(grad.dtype))
+        else:
+            total = total + rows @ w.to(grad.dtype)
+        return total.view_as(r), grad_w.to(w.dtype)
 
 
 class NAGEnds(NoEnds):
@@ -170,6 +219,7 @@ class NAG(PreNorm):
     ends = NAGEnds
     init_out = "plain"  # Eq. 4 removes any scale of the output
     rotates = True
+    cuda_options = fusing(reads=100, operations=500)
 
     def __init__(self, config, layer):
         nn.Module.__init__(self)  # without PreNorm's norm
@@ -193,19 +243,23 @@ class NAG(PreNorm):
             nn.init.zeros_(self.p)
             nn.init.constant_(self.raw_beta, math.log(math.e - 1))  # softplus(raw_beta) = 1
 
-    def turn(self, r):
-        """Eq. 5: a of every token, (B, T, 1)."""
+    def turn(self, r, products=None):
+        """Eq. 5: a of every token, (B, T, 1). products: w r, if they are known"""
         a = self.ramp * self.alpha
         if not self.modulated:
             return a.expand(*r.shape[:-1], 1)
-        return a * modulator(r, self.w, self.b, self.p, F.softplus(self.raw_beta))
+        products = F.linear(r, self.w) if products is None else products
+        return a * modulator(products, self.b, self.p, F.softplus(self.raw_beta))
 
     def read(self, stream):
         return stream.x, stream
 
     def write(self, stream, f, gate=1.0, turn=None):
-        turn = self.turn(stream.x) if turn is None else turn  # mod.py passes the turn of its router
-        x, lane = rotate(stream.x, stream.lane, f, gate * turn, **self.parts)
+        r = stream.x
+        if turn is None:  # mod.py passes the turn of its router
+            r, products = Project.apply(r, self.w) if self.modulated else (r, None)
+            turn = self.turn(r, products)
+        x, lane = rotate(r, stream.lane, f, gate * turn, **self.parts)
         return stream.replace(x=x, lane=lane)
 
 

@@ -265,6 +265,16 @@ class X0Ends(PeriEnds):
         return self.norm((stream.x - self.nu * x_m).to(stream.x.dtype)), head  # Eq. 11
 
 
+def fusing(reads, operations):
+    """Options of torch.compile: what is used more than once is computed again, up to these limits.
+
+    With the compiler's own limits, the backward passes of some modes store float32 copies of the
+    stream. `python runs/h100.py` counts them.
+    """
+    limits = {"realize_reads_threshold": reads, "realize_opcount_threshold": operations}
+    return limits | {"realize_acc_reads_threshold": 2 * reads}
+
+
 # ------------------------------------------------------------------------------------------------
 # Residuals. `layer` is the 1-based sublayer: 2b + 1 for the attention of block b, 2b + 2 its MLP
 
@@ -283,6 +293,7 @@ class PreNorm(nn.Module):
     decays = ()  # names of its parameters that have weight decay
     rotates = False  # whether it has turn, alpha and ramp, as NAG does
     predicts = False  # whether refresh does anything
+    cuda_options = {}  # of torch.compile, for CUDA: see fusing
 
     def __init__(self, config, layer):
         super().__init__()

@@ -48,12 +48,13 @@ Differs from the papers:
 """
 
 import math
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from norms import FinalNorm, PreNorm, RMSNorm, Stream, mlps, upcast, weight_of
+from norms import FinalNorm, PreNorm, RMSNorm, Stream, fusing, mlps, upcast, weight_of
 
 EPS = 1e-6  # of Eqs. 4, 5 and 6
 STARTS = {"prenorm": 0.0, "paper": 0.01, "deepseek": 1.0}  # mhc_start: first s
@@ -66,15 +67,55 @@ def reads_mean(n):
 
 
 # ------------------------------------------------------------------------------------------------
-# Hyper-Connections: functions of the streams X (B, T, n, C)
+# Hyper-Connections: functions of X (B, T, n C) and of its streams xs, a tuple of n (B, T, C)
+#
+# A sublayer splits X once, so that the gradients of all uses of a stream meet before they are
+# joined again. Maps are lists of (B, T, 1): compiled, they are part of the pass over X that uses
+# them.
 
 
-def products(x, w, eps):
-    """W x / rms(x), (..., rows) in float32, for x (..., C) and W (rows, C)."""
-    x = upcast(x)
-    with torch.autocast(x.device.type, enabled=False):
-        y = F.linear(x, upcast(w))
-    return y * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+class Products(torch.autograd.Function):
+    """W vec(X), in float32, if W is (rows, n C). If W is (rows, C): W X_i for all i.
+
+    Each product is a tensor (B, T, 1). In compiled code it is a sum in the same pass over X as what
+    read does next; a matrix product would be a pass of its own. The gradient of W is a matrix
+    product in the dtype of X.
+    """
+
+    @staticmethod
+    def forward(ctx, w, X, *xs):
+        ctx.save_for_backward(w, X)
+        ctx.C = xs[0].size(-1)
+        rows = w.unflatten(-1, (-1, ctx.C))  # (rows, n or 1, C)
+        if torch.compiler.is_compiling():
+            groups = zip(*[map(upcast, xs)] * rows.size(1))
+            sums = [dot(z, row.unbind()) for z in groups for row in rows.unbind()]
+            return tuple(products.sum(-1, keepdim=True) for products in sums)
+        with torch.autocast(X.device.type, enabled=False):
+            y = F.linear(upcast(X).unflatten(-1, (-1, w.size(-1))), w)
+            return y.flatten(-2).split(1, -1)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        w, X = ctx.saved_tensors
+        grad = torch.cat(grads, -1).unflatten(-1, (-1, len(w)))  # (B, T, 1 or n, rows)
+        grad_w = grad.flatten(0, -2).T.to(X.dtype) @ X.reshape(-1, w.size(-1))
+        if torch.compiler.is_compiling():
+            columns = w.unflatten(-1, (-1, ctx.C)).unbind(1)
+            groups = zip(*[iter(grads)] * len(w))
+            grad_xs = [dot(g, column.unbind()) for g in groups for column in columns]
+        else:
+            grad_xs = (grad @ w).flatten(-2).split(ctx.C, -1)
+        return grad_w.to(w.dtype), None, *(g.to(X.dtype) for g in grad_xs)
+
+
+def dot(a, b):
+    return sum(x * y for x, y in zip(a, b))
+
+
+def inverse_rms(xs, eps):
+    """1 / rms of the vector that xs are parts of, (B, T, 1)."""
+    return torch.rsqrt(sum(upcast(x).square() for x in xs).mean(-1, keepdim=True) / len(xs) + eps)
 
 
 def sinkhorn(logits, iters=20, eps=EPS):
@@ -89,43 +130,38 @@ def sinkhorn(logits, iters=20, eps=EPS):
     return M
 
 
-def mhc_maps(X, w, s, b, iters=20, eps=EPS):
-    """Eqs. 4 and 5: h_pre and h_post (B, T, n), and for mhc M (B, T, n, n)."""
-    n = X.size(-2)
-    parts = [n, n, n * n][: len(s)]
-    y = products(X.flatten(-2), w, eps).split(parts, -1)
-    pre, post, *mix = (s_i * y_i + b_i for s_i, y_i, b_i in zip(s.unbind(), y, b.split(parts)))
-    M = [sinkhorn(z.unflatten(-1, (n, n)), iters, eps) for z in mix]
-    return torch.sigmoid(pre) + eps, 2 * torch.sigmoid(post), *M
+def mhc_maps(X, xs, w, s, b, iters=20, eps=EPS):
+    """Eqs. 4 and 5: h_pre and h_post, lists of n, and for mhc M, n lists of n."""
+    n, scale = len(xs), inverse_rms(xs, eps)
+    y = [y_i * scale for y_i in Products.apply(w, X.detach(), *xs)]
+    s_pre, s_post, *s_mix = s.unbind()
+    b = b.unbind()
+    pre = [torch.sigmoid(s_pre * y_i + b_i) + eps for y_i, b_i in zip(y[:n], b)]
+    post = [2 * torch.sigmoid(s_post * y_i + b_i) for y_i, b_i in zip(y[n : 2 * n], b[n:])]
+    if not s_mix:
+        return pre, post
+    logits = [s_mix[0] * y_i + b_i for y_i, b_i in zip(y[2 * n :], b[2 * n :])]
+    M = sinkhorn(torch.cat(logits, -1).unflatten(-1, (n, n)), iters, eps)
+    return pre, post, [row.split(1, -1) for row in M.unbind(-2)]
 
 
 def mhc_end(X, w, s, b, eps=EPS):
-    """Eq. 6: (B, T, C)"""
-    return read(X, torch.sigmoid(s * products(X.flatten(-2), w, eps) + b) + eps)
+    """Eq. 6: (B, T, C). X (B, T, n, C)"""
+    xs = X.unbind(-2)
+    y, scale = Products.apply(w, X.flatten(-2).detach(), *xs), inverse_rms(xs, eps)
+    return read(xs, [torch.sigmoid(s * y_i * scale + b_i) + eps for y_i, b_i in zip(y, b)])
 
 
-def read(X, pre):
+def read(xs, pre):
     """h_pre^T X of Eq. 1: (B, T, C) in float32."""
-    return sum(h[..., None] * upcast(x) for h, x in zip(pre.unbind(-1), X.unbind(-2)))
+    return dot(pre, map(upcast, xs))
 
 
-def add(X, post, f):
-    """The new X of Eq. 1 with M = I. post (B, T, n) may hold a gate on f (B, T, C)."""
-    new = [upcast(x) + h[..., None] * f for x, h in zip(X.unbind(-2), post.unbind(-1))]
-    return torch.stack(new, -2).to(X.dtype)
-
-
-def write(X, M, post, f):
-    """The new X of Eq. 1. post (B, T, n) may hold a gate on f (B, T, C).
-
-    One stream at a time: the compiler then makes all gradients in one pass over X, and unbind,
-    unlike indices, has a backward without zeros of the size of X.
-    """
-    old, new = [upcast(x) for x in X.unbind(-2)], []  # n of (B, T, C)
-    for column, h in zip(M.unbind(-1), post.unbind(-1)):
-        mixed = sum(m[..., None] * x for m, x in zip(column.unbind(-1), old))
-        new.append(mixed + h[..., None] * f)
-    return torch.stack(new, -2).to(X.dtype)
+def write(xs, M, post, f):
+    """The new X of Eq. 1, (B, T, n C). post may hold a gate on f (B, T, C). M: None if it is I."""
+    floats = [upcast(x) for x in xs]
+    mixed = floats if M is None else [dot(column, floats) for column in zip(*M)]
+    return torch.cat([x + h * f for x, h in zip(mixed, post)], -1).to(xs[0].dtype)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -172,25 +208,30 @@ class Connections(PreNorm):
     """What hc and mhc share. A subclass has `maps`."""
 
     decays = ("w",)  # parameters that decay: model.param_groups puts them in "maps"
+    cuda_options = fusing(reads=16, operations=100)
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.n = config.hc_streams
 
     def read(self, stream):
-        X = stream.x.unflatten(-1, (self.n, -1))
-        pre, post, M = self.maps(X)
-        lane = torch.cat([post[..., None], M], -1).flatten(-2)  # (B, T, n (1 + n)), for write
-        return self.norm(read(X, pre)).to(X.dtype), stream.replace(lane=lane)
+        xs = stream.x.unflatten(-1, (self.n, -1)).unbind(-2)
+        pre, post, *M = self.maps(stream.x, xs)
+        lane = torch.cat([*post, *chain(*chain(*M))], -1)  # for write: (B, T, n), or n + n^2
+        h = self.norm(read(xs, pre)).to(stream.x.dtype)
+        return h, stream.replace(lane=lane, sources=xs)
 
     def write(self, stream, f, gate=1.0):
-        post, M = stream.lane.unflatten(-1, (self.n, -1)).split([1, self.n], -1)
-        X = write(stream.x.unflatten(-1, (self.n, -1)), M, gate * post.squeeze(-1), f)
-        return stream.replace(x=X.flatten(-2), lane=None)
+        n = self.n
+        maps = stream.lane.split(1, -1)
+        M = [maps[i : i + n] for i in range(n, len(maps), n)] or None
+        x = write(stream.sources, M, [gate * h for h in maps[:n]], f)
+        return stream.replace(x=x, lane=None, sources=())
 
     def mixing(self, stream):
-        """The M (B, T, n, n) of a stream that read has returned, for depth.py."""
-        return stream.lane.unflatten(-1, (self.n, -1))[..., 1:]
+        """The M (B, T, n, n) of a stream that read has returned, or None. For depth.py."""
+        M = stream.lane[..., self.n :]
+        return M.unflatten(-1, (self.n, self.n)) if M.size(-1) else None
 
 
 class HC(Connections):
@@ -218,13 +259,20 @@ class HC(Connections):
         nn.init.zeros_(self.w)
         nn.init.constant_(self.s, 0.01)
 
-    def maps(self, X):
-        """Eqs. 2 and 3: h_pre and h_post (B, T, n), M (B, T, n, n)."""
+    def maps(self, X, xs):
+        """Eqs. 2 and 3: h_pre and h_post, lists of n, and M, n lists of n."""
         s_1, s_2 = self.s.unbind()
-        s = torch.stack([s_1, s_2, *[s_1] * self.n])
-        a = self.a + s * torch.tanh(products(X, self.w, self.eps))  # (B, T, n, n + 2)
-        pre, post, M = a.split([1, 1, self.n], -1)
-        return pre.squeeze(-1), post.squeeze(-1), M
+        s = (s_1, s_2, *[s_1] * self.n)
+        products = iter(Products.apply(self.w, X.detach(), *xs))
+        pre, post, M = [], [], []
+        for x, a in zip(xs, self.a.unbind()):
+            scale = inverse_rms([x], self.eps)
+            t = [torch.tanh(next(products) * scale) for _ in s]
+            h_pre, h_post, *row = (a_i + s_i * t_i for a_i, s_i, t_i in zip(a.unbind(), s, t))
+            pre.append(h_pre)
+            post.append(h_post)
+            M.append(row)
+        return pre, post, M
 
 
 class MHC(Connections):
@@ -249,24 +297,12 @@ class MHC(Connections):
             if self.n_maps == 3:
                 self.b[2 * self.n :] = NEAR * torch.eye(self.n).flatten()
 
-    def maps(self, X):
-        return mhc_maps(X, self.w, self.s, self.b)
+    def maps(self, X, xs):
+        return mhc_maps(X, xs, self.w, self.s, self.b)
 
 
 class IHC(MHC):
     n_maps = 2  # h_pre and h_post
-
-    def read(self, stream):
-        X = stream.x.unflatten(-1, (self.n, -1))
-        pre, post = self.maps(X)
-        return self.norm(read(X, pre)).to(X.dtype), stream.replace(lane=post)
-
-    def write(self, stream, f, gate=1.0):
-        X = add(stream.x.unflatten(-1, (self.n, -1)), gate * stream.lane, f)
-        return stream.replace(x=X.flatten(-2), lane=None)
-
-    def mixing(self, stream):
-        """None: nothing mixes the streams."""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -318,6 +354,7 @@ class AttnResEnds(FinalNorm):
 
 class AttnRes(PreNorm):
     ends = AttnResEnds
+    cuda_options = fusing(reads=8, operations=100)
 
     def __init__(self, config, layer):
         super().__init__(config, layer)

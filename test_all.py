@@ -623,7 +623,7 @@ def test_modules_equal_the_goldens():
     z = golden("nag")
     for eps, tolerance in (({"eps": 0.0}, 1e-9), ({}, 1e-5)):
         r, f = (z[key].requires_grad_() for key in ("direction", "branch_out"))
-        m = nag.modulator(r, z["mod_weight"], z["mod_bias"], z["mod_logits"], z["beta"])
+        m = nag.modulator(F.linear(r, z["mod_weight"]), z["mod_bias"], z["mod_logits"], z["beta"])
         direction, norm = nag.rotate(r, z["log_norm"], f, z["alpha"] * m, **eps)
         ours = direction, norm, *torch.autograd.grad(direction, (r, f), z["grad_out"])
         keys = ("new_direction", "new_log_norm", "grad_direction", "grad_branch_out")
@@ -924,7 +924,7 @@ def test_nag_survives_inputs_that_would_divide_by_zero(dtype):
     assert nag.rotate(zero, s, f, a)[0].isfinite().all()
     assert not nag.rotate(zero, s, zero, a)[0].any()
     w, p, b = torch.zeros(4, 64, dtype=dtype), torch.zeros(4), torch.full((4,), -1e4, dtype=dtype)
-    m = nag.modulator(r, w, b.requires_grad_(), p, torch.tensor(0.3))  # every gate closed
+    m = nag.modulator(F.linear(r, w), b.requires_grad_(), p, torch.tensor(0.3))  # every gate closed
     assert m.max().item() == pytest.approx(1e-6**0.3, rel=1e-5)
     assert torch.autograd.grad(m.sum(), b)[0].isfinite().all()
     for changes in (dict(init_out="zero"), {}):

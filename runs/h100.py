@@ -1,0 +1,269 @@
+"""
+What compiled code would move on an H100, counted on a machine without a GPU.
+
+    python runs/h100.py --modes=prenorm,nag,bhyt     two sublayers' residual, forward and backward
+    python runs/h100.py --modes=nag --nodes=True     what each kernel moves
+    python runs/h100.py --what=step                  training steps of two blocks
+
+Inductor writes the kernels for sm_90, Triton compiles all of them, and Inductor counts the bytes
+that each one reads and writes: the same numbers on every machine. A pass is one read or write of
+the stream (4, 1024, 2048). The times are bytes over bandwidth, and no kernel can beat them. This
+does not see launches, caches, cuBLAS or NCCL, and measures no time.
+
+Tensors are fake: they have shapes and no data. It needs g++ and `pip install triton==3.9.0`.
+"""
+
+import ctypes
+import importlib.util
+import json
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from configurator import configure
+
+what = "residual"  # residual: reads and writes of the stream alone; step: a training step
+modes = "all"  # names, separated by commas, each with changes such as nag:nag_directions=0
+nodes = False  # print what each kernel moves
+stream = "bfloat16"  # residual: dtype of the stream; train.py's default is float32
+parts = "dense,experts,skipping"  # step: kinds of models
+out: str | None = None  # a .json file for the numbers
+
+SHAPE = (4, 1024, 2048)
+BLOCK = dict(n_head=16, n_kv_head=4, n_embd=2048, block_size=1024, activation="swiglu")
+KINDS = {
+    "dense": {},
+    "experts": dict(moe_experts=8, n_hidden=1024),
+    "skipping": dict(mod_on="both", mod_rate=0.4),
+}
+SPILL = 1024  # bytes of registers that a thread may keep in memory
+BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s
+GUARD = """
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace c10::impl {
+C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>)
+}
+bool at::accelerator::isAccelerator(c10::DeviceType) { return false; }
+"""
+
+
+def load_guard():
+    """Give the CPU build of torch a device guard for CUDA. Before torch is imported."""
+    (torch_folder,) = importlib.util.find_spec("torch").submodule_search_locations
+    folder = tempfile.mkdtemp()
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", "-x", "c++", "-", "-o", "guard.so"]
+    command += [f"-I{torch_folder}/include", f"-L{torch_folder}/lib", "-lc10"]
+    subprocess.run(command, input=GUARD, text=True, cwd=folder, check=True)
+    ctypes.CDLL(f"{torch_folder}/lib/libc10.so", ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(f"{folder}/guard.so", ctypes.RTLD_GLOBAL)
+
+
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # what is replaced below holds in this process
+load_guard()
+import torch
+
+DEVICE = SimpleNamespace(  # facts about an H100 SXM that Inductor asks for
+    name="H100", major=9, minor=0, gcnArchName="", uuid="", is_integrated=False,
+    is_multi_gpu_board=0, pci_bus_id=0, pci_device_id=0, pci_domain_id=0,
+    multi_processor_count=132, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+    regs_per_multiprocessor=2**16, warp_size=32, shared_memory_per_block=48 * 2**10,
+    shared_memory_per_block_optin=227 * 2**10, shared_memory_per_multiprocessor=228 * 2**10,
+    L2_cache_size=50 * 2**20, total_memory=79 * 2**30,
+)  # fmt: skip
+ANSWERS = {  # what functions of torch.cuda return
+    "is_available": True, "is_initialized": False, "is_bf16_supported": True, "_lazy_init": None,
+    "device_count": 1, "current_device": 0, "set_device": None, "synchronize": None,
+    "get_device_properties": DEVICE, "get_device_capability": (9, 0), "get_device_name": "H100",
+    "_exchange_device": 0, "_maybe_exchange_device": 0, "memory_allocated": 0,
+    "mem_get_info": (DEVICE.total_memory, DEVICE.total_memory), "manual_seed_all": None,
+    "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
+    "current_stream": SimpleNamespace(cuda_stream=0), "is_current_stream_capturing": False,
+}  # fmt: skip
+for name, answer in ANSWERS.items():  # before Inductor is imported
+    setattr(torch.cuda, name, lambda *args, answer=answer, **more: answer)
+torch.accelerator.is_available = lambda: False  # else Dynamo asks for its stream
+
+try:
+    import triton
+    from triton.backends.compiler import GPUTarget
+except ImportError:
+    raise SystemExit("this needs triton: pip install triton==3.9.0")
+from torch._inductor import config as inductor
+from torch._inductor import metrics
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_helpers, triton_heuristics
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mod
+from machine import autocast
+from model import GPT, RESIDUALS, GPTConfig
+
+plain_attention = torch.nn.functional.scaled_dot_product_attention
+plain_count = GraphLowering.count_bytes
+spills = []  # of each compiled kernel: bytes of registers that a thread keeps in memory
+
+
+def flash_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
+    """The kernel that CUDA takes without a mask."""
+    if attn_mask is not None or q.dtype == torch.float32:
+        return plain_attention(q, k, v, attn_mask, dropout_p, is_causal, **more)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    return flash(q, k, v, dropout_p, is_causal, scale=more.get("scale"))[0]
+
+
+def compile_only(self, *args, **kwargs):
+    """In place of loading each kernel onto the device."""
+    self._precompile_worker()
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    for result in self.compile_results:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(result.kernel.asm["cubin"])
+            file.flush()
+            told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+        spills.append(sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", told.stdout))))
+
+
+def count_bytes(graph):
+    """Inductor's, which also prints what each kernel moves if nodes is set."""
+    found = plain_count(graph)
+    if nodes:
+        print("  backward" if graph.is_backward else "  forward")
+        for node, numbers in found[1]:  # numbers of 4 bytes
+            if 4 * numbers > one_pass() / 16:
+                print(f"    {4 * numbers / one_pass():6.2f}  {node.get_name()}")
+    return found
+
+
+def one_pass():
+    return math.prod(SHAPE) * (2 if stream == "bfloat16" else 4)
+
+
+def stand_in():
+    """Let the compiler believe in an H100."""
+    torch._C._cuda_getCurrentRawStream = lambda index: 0
+    FakeTensorMode.avoid_device_init = True
+    torch.nn.functional.scaled_dot_product_attention = flash_attention
+    torch.nn.Module.to = lambda self, *args, **more: self  # fake parameters start on the device
+    torch.Tensor.unflatten = torch._C.TensorBase.unflatten  # Dynamo cannot trace super() in it
+    mod.Router.update_k = lambda self: setattr(self, "k", round((1 - self.rate) * self.T))
+
+    target = GPUTarget("cuda", 90, 32)
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    triton_helpers.set_driver_to_gpu = lambda: None
+    triton_heuristics.CachingAutotuner.precompile = compile_only
+    never = staticmethod(lambda *args, **more: None)
+    triton_heuristics.StaticTritonCompileResult.can_statically_launch = never
+    inductor.wrap_inductor_compiled_regions = True  # a call of compiled code runs no kernel
+    inductor.force_disable_caches = True
+    inductor.shape_padding = False  # it would time products
+    inductor.joint_graph_constant_folding = False  # it would compute constants on the device
+    counts = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")
+    counts.setLevel(logging.INFO)  # else no bytes are counted
+    counts.propagate = False
+    GraphLowering.count_bytes = count_bytes
+    torch._dynamo.config.recompile_limit = 256
+
+
+# ------------------------------------------------------------------------------------------------
+# What is compiled
+
+
+def read_and_write(config):
+    """Two sublayers of a mode without attention and MLP: three reads and two writes."""
+    model, dtype = GPT(config), getattr(torch, stream)
+    one, other = model.blocks[0].attn_residual, model.blocks[0].mlp_residual
+    at = torch.arange(SHAPE[1])[:, None]
+    start = model.ends.embed(torch.randn(SHAPE, dtype=dtype)).replace(at=at)
+    shapes = (start.x.shape, SHAPE, SHAPE)
+    x, f, g = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+
+    def both(x, f, g):
+        _, now = other.read(start.replace(x=x))
+        h, now = one.read(other.write(now, f))
+        k, now = other.read(one.write(now, g))
+        outputs = [h, k] if k is now.x else [h, k, now.x]
+        return outputs if start.lane is None else [*outputs, now.lane]
+
+    torch._functorch.config.ban_recompute_used_far_apart = False  # as in GPT.compile_blocks
+    compiled = torch.compile(both, options=one.cuda_options or None)
+    with torch.autocast("cuda", torch.bfloat16):
+        outputs = compiled(x, f, g)
+    inputs = [x, f, g, *one.parameters(), *other.parameters()]
+    grads = [torch.randn_like(y) for y in outputs]
+    torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
+
+
+def training_step(config):
+    model = GPT(config)
+    model.compile_blocks()
+    ids = torch.randint(config.vocab_size, SHAPE[:2])
+    with autocast("cuda", "bfloat16"):
+        loss = model(ids, ids)[1]
+    loss.backward()
+
+
+def measured(run, config):
+    """Compile, and say what came out: a dict."""
+    spills.clear()
+    metrics.reset()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with FakeTensorMode(), torch.device("cuda:0"):
+        run(config)
+    moved, breaks = metrics.num_bytes_accessed, torch._dynamo.utils.counters["graph_break"]
+    found = {"passes": round(moved / one_pass(), 2), "kernels": metrics.generated_kernel_count}
+    found |= {f"{name} us": round(moved / rate * 1e6, 1) for name, rate in BANDWIDTH.items()}
+    return found | {"spill": max(spills, default=0), "breaks": len(breaks)}
+
+
+def config_of(name, **settings):
+    """A mode's name, with or without changes, as a GPTConfig."""
+    mode, *changes = name.split(":")
+    if mode not in RESIDUALS:
+        raise SystemExit(f"modes={mode!r}: choose from {', '.join(RESIDUALS)}")
+    changed = {key: json.loads(value) for key, value in (each.split("=") for each in changes)}
+    return GPTConfig(**BLOCK | settings | changed, residual=mode)
+
+
+def cases():
+    """(name, function, config) of everything to compile."""
+    for name in [*RESIDUALS] if modes == "all" else modes.split(","):
+        if what == "residual":
+            yield name, read_and_write, config_of(name, n_layer=1, vocab_size=256)
+            continue
+        for kind in parts.split(","):
+            config = config_of(name, n_layer=2, vocab_size=50304, **KINDS[kind])
+            config.mod_router = "nag" if RESIDUALS[config.residual].rotates else "learned"
+            config.mod_router = "nag" if kind != "skipping" else config.mod_router
+            yield f"{name}, {kind}", training_step, config
+
+
+def main():
+    configure(globals(), argv=sys.argv[1:])
+    if what not in ("residual", "step"):
+        raise SystemExit(f"what={what!r}: choose residual or step")
+    stand_in()
+    report = {}
+    for name, run, config in cases():
+        report[name] = found = measured(run, config)
+        told = "  ".join(f"{key} {value}" for key, value in found.items())
+        print(f"{name:<28} {told}", flush=True)
+    if out:
+        Path(out).write_text(json.dumps({"torch": torch.__version__, "modes": report}, indent=1))
+    broken = [n for n, found in report.items() if found["breaks"] or found["spill"] > SPILL]
+    if broken and what == "step":
+        raise SystemExit(f"graph breaks, or spills above {SPILL} bytes: {', '.join(broken)}")
+
+
+if __name__ == "__main__":
+    main()
