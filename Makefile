@@ -5,7 +5,7 @@ ARGS ?=
 RUN = .venv/bin/python
 DEVELOPMENT = pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.17.6 scipy==1.17.1
 OTHERS = lm-eval==0.4.13 transformers==5.23.0 safetensors==0.8.0 tokenizers==0.23.3 \
-	accelerate==1.15.0
+	accelerate==1.15.0 "triton==3.9.0; sys_platform == 'linux'"
 
 train: .venv/ready
 	$(RUN) prepare_c4.py

@@ -39,20 +39,17 @@ parts = "dense,experts,skipping"  # step: kinds of models
 out: str | None = None  # a .json file for the numbers
 
 SHAPE = (4, 1024, 2048)
-BLOCK = dict(n_head=16, n_kv_head=4, n_embd=2048, block_size=1024, activation="swiglu")
+BLOCK = dict(n_layer=2, n_head=16, n_kv_head=4, n_embd=2048, block_size=1024, vocab_size=256)
 KINDS = {
     "dense": {},
     "experts": dict(moe_experts=8, n_hidden=1024),
-    "skipping": dict(mod_on="both", mod_rate=0.4),
+    "skipping": dict(mod_on="both", mod_rate=0.4, mod_router="learned"),
 }
-SPILL = 1024  # bytes of registers that a thread may keep in memory
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s
 GUARD = """
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-namespace c10::impl {
-C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>)
-}
+namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
 bool at::accelerator::isAccelerator(c10::DeviceType) { return false; }
 """
 
@@ -133,19 +130,19 @@ def compile_only(self, *args, **kwargs):
         spills.append(sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", told.stdout))))
 
 
+def pass_bytes():
+    return math.prod(SHAPE) * getattr(torch, stream).itemsize
+
+
 def count_bytes(graph):
     """Inductor's, which also prints what each kernel moves if nodes is set."""
     found = plain_count(graph)
     if nodes:
         print("  backward" if graph.is_backward else "  forward")
         for node, numbers in found[1]:  # numbers of 4 bytes
-            if 4 * numbers > one_pass() / 16:
-                print(f"    {4 * numbers / one_pass():6.2f}  {node.get_name()}")
+            if 4 * numbers > pass_bytes() / 16:
+                print(f"    {4 * numbers / pass_bytes():6.2f}  {node.get_name()}")
     return found
-
-
-def one_pass():
-    return math.prod(SHAPE) * (2 if stream == "bfloat16" else 4)
 
 
 def stand_in():
@@ -161,21 +158,16 @@ def stand_in():
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
     triton_helpers.set_driver_to_gpu = lambda: None
     triton_heuristics.CachingAutotuner.precompile = compile_only
-    never = staticmethod(lambda *args, **more: None)
-    triton_heuristics.StaticTritonCompileResult.can_statically_launch = never
+    triton_heuristics.StaticTritonCompileResult.can_statically_launch = lambda *args, **more: None
     inductor.wrap_inductor_compiled_regions = True  # a call of compiled code runs no kernel
     inductor.force_disable_caches = True
     inductor.shape_padding = False  # it would time products
+    inductor.triton.autotune_pointwise = False  # one configuration for each kernel, to be quick
     inductor.joint_graph_constant_folding = False  # it would compute constants on the device
-    counts = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")
-    counts.setLevel(logging.INFO)  # else no bytes are counted
-    counts.propagate = False
+    name = "torch._inductor.compile_fx.__inductor_metrics"
+    logging.getLogger(name).setLevel(logging.INFO)  # else no bytes are counted
     GraphLowering.count_bytes = count_bytes
     torch._dynamo.config.recompile_limit = 256
-
-
-# ------------------------------------------------------------------------------------------------
-# What is compiled
 
 
 def read_and_write(config):
@@ -208,8 +200,7 @@ def training_step(config):
     model.compile_blocks()
     ids = torch.randint(config.vocab_size, SHAPE[:2])
     with autocast("cuda", "bfloat16"):
-        loss = model(ids, ids)[1]
-    loss.backward()
+        model(ids, ids)[1].backward()
 
 
 def measured(run, config):
@@ -221,31 +212,21 @@ def measured(run, config):
     with FakeTensorMode(), torch.device("cuda:0"):
         run(config)
     moved, breaks = metrics.num_bytes_accessed, torch._dynamo.utils.counters["graph_break"]
-    found = {"passes": round(moved / one_pass(), 2), "kernels": metrics.generated_kernel_count}
+    found = {"passes": round(moved / pass_bytes(), 2), "kernels": metrics.generated_kernel_count}
     found |= {f"{name} us": round(moved / rate * 1e6, 1) for name, rate in BANDWIDTH.items()}
     return found | {"spill": max(spills, default=0), "breaks": len(breaks)}
 
 
-def config_of(name, **settings):
-    """A mode's name, with or without changes, as a GPTConfig."""
-    mode, *changes = name.split(":")
-    if mode not in RESIDUALS:
-        raise SystemExit(f"modes={mode!r}: choose from {', '.join(RESIDUALS)}")
-    changed = {key: json.loads(value) for key, value in (each.split("=") for each in changes)}
-    return GPTConfig(**BLOCK | settings | changed, residual=mode)
-
-
 def cases():
-    """(name, function, config) of everything to compile."""
+    """(name, config) of everything to compile. A name is a mode, with or without changes."""
     for name in [*RESIDUALS] if modes == "all" else modes.split(","):
-        if what == "residual":
-            yield name, read_and_write, config_of(name, n_layer=1, vocab_size=256)
-            continue
-        for kind in parts.split(","):
-            config = config_of(name, n_layer=2, vocab_size=50304, **KINDS[kind])
-            config.mod_router = "nag" if RESIDUALS[config.residual].rotates else "learned"
-            config.mod_router = "nag" if kind != "skipping" else config.mod_router
-            yield f"{name}, {kind}", training_step, config
+        mode, *changes = name.split(":")
+        if mode not in RESIDUALS:
+            raise SystemExit(f"modes={mode!r}: choose from {', '.join(RESIDUALS)}")
+        changed = {key: json.loads(value) for key, value in (each.split("=") for each in changes)}
+        for kind in parts.split(",") if what == "step" else ["dense"]:
+            title = f"{name}, {kind}" if what == "step" else name
+            yield title, GPTConfig(**BLOCK | KINDS[kind] | changed, residual=mode)
 
 
 def main():
@@ -253,16 +234,16 @@ def main():
     if what not in ("residual", "step"):
         raise SystemExit(f"what={what!r}: choose residual or step")
     stand_in()
-    report = {}
-    for name, run, config in cases():
+    run, report = read_and_write if what == "residual" else training_step, {}
+    for name, config in cases():
         report[name] = found = measured(run, config)
         told = "  ".join(f"{key} {value}" for key, value in found.items())
         print(f"{name:<28} {told}", flush=True)
     if out:
         Path(out).write_text(json.dumps({"torch": torch.__version__, "modes": report}, indent=1))
-    broken = [n for n, found in report.items() if found["breaks"] or found["spill"] > SPILL]
+    broken = [name for name, found in report.items() if found["breaks"] or found["spill"] > 1024]
     if broken and what == "step":
-        raise SystemExit(f"graph breaks, or spills above {SPILL} bytes: {', '.join(broken)}")
+        raise SystemExit(f"graph breaks, or spills above 1024 bytes: {', '.join(broken)}")
 
 
 if __name__ == "__main__":

@@ -382,15 +382,21 @@ TIMES = {  # column: [(file, its part)]
 
 
 def speed():
-    """The time of each mode over pre-norm's."""
+    """The time of each mode over pre-norm's, and what it would move on an H100."""
     found = {"8 x 64": judged()[1]}
     for column, files in TIMES.items():
         of = [load(f"speed/{name}.json")[part] for name, part in files]
         found[column] = {mode: row["ratio"] for each in of for mode, row in each.items()}
     shown = lambda ratio: "{1:.2f} ({0:.2f} to {2:.2f})".format(*ratio) if ratio else ""
-    rows = [(mode, *(shown(of.get(mode)) for of in found.values()))
-            for mode in ("prenorm again", *RESIDUALS) if mode != BASELINE]  # fmt: skip
-    return ("mode", *found), [row for row in rows if any(row[1:])]
+    moved = load("speed/h100.json")["modes"]
+
+    def on_h100(mode):
+        passes, kernels = moved[mode]["passes"], moved[mode]["kernels"]
+        return f"{passes:.1f} ({passes / moved[BASELINE]['passes']:.2f}), {kernels}"
+
+    rows = [(mode, *(shown(of.get(mode)) for of in found.values()), on_h100(mode))
+            for mode in RESIDUALS]  # fmt: skip
+    return ("mode", *found, "passes on an H100 (ratio), kernels"), rows
 
 
 # ------------------------------------------------------------------------------------------------

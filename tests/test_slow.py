@@ -441,6 +441,21 @@ def test_nag_compiles_to_one_kernel_forward_and_one_backward():
     assert [len(re.findall(r"^cpp_fused\w+ = ", code, re.M)) for code in codes] == [1, 1]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
+@cases("modes, kind", [("prenorm,bhyt", "dense"), ("nag", "dense"), ("prenorm", "skipping")])
+def test_a_training_step_compiles_for_an_h100(modes, kind, tmp_path):
+    """In a process of its own: it makes torch believe in a GPU. It fails on graph breaks and on
+    kernels that keep more than 1 KB of registers in memory."""
+    argv = [f"--modes={modes}", "--what=step", f"--parts={kind}", f"--out={tmp_path / 'found'}"]
+    done = subprocess.run(
+        [sys.executable, "runs/h100.py", *argv], cwd=HERE, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = json.loads((tmp_path / "found").read_text())["modes"]
+    assert [*found] == [f"{mode}, {kind}" for mode in modes.split(",")]
+    assert all(each["kernels"] > 20 and each["passes"] > 100 for each in found.values())
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @cases("kind", ["any", "parallel", "zero"])
 @cases("dtype, close", [(torch.float32, 2e-4), (torch.bfloat16, 5e-2)])
