@@ -106,21 +106,22 @@ def race(candidates, rounds):
 
 
 def compare(title, candidates, rounds, note=lambda name, medians: ""):
-    """Time the candidates. Print and return their times, and their ratios to the first by round.
+    """Time the candidates. Print and return their times, and their ratios to the first.
 
-    note(name, medians) returns text for the end of a line.
+    The printed ratio is that of the printed medians; its quartiles, and the returned ratios, are of
+    the rounds. note(name, medians) returns text for the end of a line.
     """
     first, report = next(iter(candidates)), {}
     times = race(candidates, rounds)
     medians = {name: statistics.median(t) for name, t in times.items()}
-    ratios_of = f"ratio to {first} by round (quartiles)"
+    ratios_of = f"ratio to {first} (quartiles of rounds)"
     print(f"\n{title:<28} {'median':>10} {'quartiles':>21}  {ratios_of}")
     for name, t in times.items():
         low, median, high = statistics.quantiles(t, n=4)
         ratios = statistics.quantiles((a / b for a, b in zip(t, times[first])), n=4)
         quartiles = f"{low * 1e3:.2f} - {high * 1e3:.2f} ms"
-        ratio = f"{ratios[1]:.3f}x ({ratios[0]:.3f} - {ratios[2]:.3f})  {note(name, medians)}"
-        print(f"{name:<28} {median * 1e3:>7.2f} ms {quartiles:>21}  {ratio}")
+        ratio = f"{median / medians[first]:.3f}x ({ratios[0]:.3f} - {ratios[2]:.3f})"
+        print(f"{name:<28} {median * 1e3:>7.2f} ms {quartiles:>21}  {ratio}  {note(name, medians)}")
         report[name] = {"seconds": t, "median": median, "quartiles": [low, high], "ratio": ratios}
     return report
 
