@@ -18,10 +18,12 @@ The code divides by another 1.01, because of rounding. Three iterations map the 
 0.01 to 1 into the interval from 0.73 to 1.27. Five iterations of the original Muon map them to
 between 0.68 and 1.13.
 
-Matrices of one shape are stacked and updated together.
+Matrices of one shape are stacked and updated together. If FSDP shards them, each rank computes (2)
+for a part of the stack and receives the other parts.
 """
 
 import torch
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from machine import gathered, shard_like
 
@@ -56,6 +58,16 @@ def polar(x, coefficients=POLAR_EXPRESS):
             A = P @ A @ P if wide else x @ x.mT
             AA = A @ A
     return Q @ x if wide else x
+
+
+def polar_over_ranks(x, mesh, coefficients):
+    """polar of a stack that all ranks of a device mesh have, each for a part of it."""
+    mine = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None).to_local()
+    mine = polar(mine, coefficients) if len(mine) else mine
+    parts = DTensor.from_local(
+        mine.contiguous(), mesh, [Shard(0)], shape=x.shape, stride=x.stride()
+    )
+    return parts.full_tensor()
 
 
 def norm(x):
@@ -101,7 +113,11 @@ class Muon(torch.optim.Optimizer):
         mu = group["momentum"]
         x = torch.stack([gathered(self.nesterov(p, mu)).to(self.dtype) for p in params])
         size = group["lr"] * 0.2 * max(x.shape[-2:]) ** 0.5
-        for p, o in zip(params, polar(x.flatten(0, -3), self.coefficients).view_as(x)):
+        if isinstance(params[0], DTensor):
+            updates = polar_over_ranks(x.flatten(0, -3), params[0].device_mesh, self.coefficients)
+        else:
+            updates = polar(x.flatten(0, -3), self.coefficients)
+        for p, o in zip(params, updates.view_as(x)):
             p.mul_(1 - group["lr"] * group["weight_decay"])
             p.add_(shard_like(o.to(p.dtype), p, from_rank=None), alpha=-size)  # Eq. 3
 

@@ -4,11 +4,13 @@ activations; how decoding saves time.
 """
 
 import math
+import socket
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import generate
 import mod
@@ -68,6 +70,44 @@ def test_a_step_is_that_of_torch_with_both_polar_factors_exact(shape):
     ours = trained(muon.Muon, shape, coefficients=EXACT)
     theirs = trained(torch.optim.Muon, shape, **theirs)  # in bfloat16
     assert (ours - theirs).norm() < 0.03 * (ours - trained(muon.Muon, shape, steps=0)).norm()
+
+
+def sharded_steps(rank, port, path):
+    """Two steps of Muon on two ranks: saves the weights, and the size of each stack of a rank."""
+    address = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group("gloo", address, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    shapes = [(8, 40)] * 3 + [(8, 8)]
+    params = [distribute_tensor(torch.randn(shape), mesh, [Shard(0)]) for shape in shapes]
+    counts, polar = [], muon.polar
+    muon.polar = lambda x, coefficients: counts.append(len(x)) or polar(x, coefficients)
+    optimizer = muon.Muon([torch.nn.Parameter(p) for p in params], lr=0.1)
+    for _ in range(2):
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = distribute_tensor(torch.randn(p.shape), mesh, [Shard(0)])
+        optimizer.step()
+    full = [p.full_tensor() for p in optimizer.param_groups[0]["params"]]
+    torch.save({"counts": counts, "params": full}, f"{path}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_each_rank_of_fsdp_orthogonalises_a_part_of_the_matrices(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(sharded_steps, (port, str(tmp_path)), nprocs=2)
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    assert [each["counts"] for each in found] == [[2, 1] * 2, [1] * 2]
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in [(8, 40)] * 3 + [(8, 8)]]
+    optimizer = muon.Muon(params, lr=0.1)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.randn(p.shape)
+        optimizer.step()
+    for each in found:
+        assert_close(each["params"], [p.detach() for p in params], rtol=1e-5, atol=1e-5)
 
 
 def test_the_momentum_of_training_rises(data, tmp_path, monkeypatch):
