@@ -18,7 +18,6 @@ import importlib.util
 import json
 import logging
 import math
-import os
 import re
 import subprocess
 import sys
@@ -65,7 +64,6 @@ def load_guard():
     ctypes.CDLL(f"{folder}/guard.so", ctypes.RTLD_GLOBAL)
 
 
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # what is replaced below holds in this process
 load_guard()
 import torch
 
@@ -159,6 +157,7 @@ def stand_in():
     triton_helpers.set_driver_to_gpu = lambda: None
     triton_heuristics.CachingAutotuner.precompile = compile_only
     triton_heuristics.StaticTritonCompileResult.can_statically_launch = lambda *args, **more: None
+    inductor.compile_threads = 1  # what is replaced here holds in this process only
     inductor.wrap_inductor_compiled_regions = True  # a call of compiled code runs no kernel
     inductor.force_disable_caches = True
     inductor.shape_padding = False  # it would time products
