@@ -49,7 +49,7 @@ from data import write_json
 from generate import FOLDS, KVCache, compiled_step, next_token
 from machine import autocast, commit, cores, device_name, peak_flops, pick_device, prepare_process
 from mod import routers
-from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, settings_of_others
+from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, compile_options, settings_of_others
 from norms import pick
 
 what = "forward,residual,train,memory,generate,mod"  # parts, separated by commas
@@ -304,14 +304,27 @@ def residual(base, copy, matmul):
     return {name: row | counts[name] for name, row in report.items()}
 
 
-def two_sublayers(config, shape):
-    """A function that runs write, read, write, read, and their backward, on random (B, T, C).
+def writes_and_reads(attention, mlp, start):
+    """A function of x (the stream's) and two outputs: write, read, write, read. start: a Stream
 
     It starts with a write, because a read can return its input, and that input's gradients would be
     added outside the compiled graph. The read before it only gives the stream what the write needs.
     If the last read returns the stream itself, the two outputs share one gradient, which saves one
     pass of about twenty.
     """
+
+    def both(x, f1, f2):
+        _, stream = mlp.read(start.replace(x=x))
+        h1, stream = attention.read(mlp.write(stream, f1))
+        h2, stream = mlp.read(attention.write(stream, f2))
+        outputs = [h1, h2] if h2 is stream.x else [h1, h2, stream.x]
+        return outputs if start.lane is None else [*outputs, stream.lane]
+
+    return both
+
+
+def two_sublayers(config, shape):
+    """A function that runs writes_and_reads and its backward, on random (B, T, C)."""
     model = GPT(replace(config, n_layer=1)).to(device)
     attention, mlp = model.blocks[0].attn_residual, model.blocks[0].mlp_residual
     random_stream = lambda: torch.randn(shape, device=device).to(getattr(torch, dtype))
@@ -322,16 +335,11 @@ def two_sublayers(config, shape):
     x, f1, f2 = (x.requires_grad_() for x in (start.x, random_stream(), random_stream()))
     inputs = [x, f1, f2, *attention.parameters(), *mlp.parameters()]
 
-    def both(x, f1, f2):
-        _, stream = mlp.read(start.replace(x=x))
-        h1, stream = attention.read(mlp.write(stream, f1))
-        h2, stream = mlp.read(attention.write(stream, f2))
-        outputs = [h1, h2] if h2 is stream.x else [h1, h2, stream.x]
-        return outputs if start.lane is None else [*outputs, stream.lane]
-
+    both = writes_and_reads(attention, mlp, start)
     with cast(device, dtype), torch.no_grad():
         grads = [torch.randn_like(y) for y in both(x, f1, f2)]
-    compiled = torch.compile(both)
+    options = compile_options(config.residual, torch.device(device).type)
+    compiled = torch.compile(both, options=options)
 
     def run():
         with cast(device, dtype):

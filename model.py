@@ -382,12 +382,9 @@ class GPT(nn.Module):
         most = 8 * len(self.blocks)  # 8 is torch's limit for one block, in training and evaluation
         limits.recompile_limit = max(limits.recompile_limit, most)
         limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, most)
-        options = {}
-        if self.embed.weight.is_cuda:
-            torch._functorch.config.ban_recompute_used_far_apart = False  # it stores float32 copies
-            options = RESIDUALS[self.config.residual].cuda_options
+        options = compile_options(self.config.residual, self.embed.weight.device.type)
         for block in self.blocks:
-            block.compile(options=options or None)
+            block.compile(options=options)
 
     def refresh(self):
         """Recompute what residuals derive from the weights, such as BHyT's c."""
@@ -474,6 +471,14 @@ class GPT(nn.Module):
         """What flops_per_token counts of each block: [(attention, MLP)]."""
         C, T = self.config.n_head * head_width(self.config), self.config.block_size
         return [block.flops(scores=6 * C * (T + 1)) for block in self.blocks]
+
+
+def compile_options(residual, device_type):
+    """Options of torch.compile for a mode, or None. For CUDA it also changes a global setting."""
+    if device_type != "cuda":
+        return None
+    torch._functorch.config.ban_recompute_used_far_apart = False  # it stores float32 copies
+    return RESIDUALS[residual].cuda_options or None
 
 
 def init_out(config):

@@ -131,7 +131,7 @@ def sinkhorn(logits, iters=20, eps=EPS):
 
 
 def mhc_maps(X, xs, w, s, b, iters=20, eps=EPS):
-    """Eqs. 4 and 5: h_pre and h_post, lists of n, and for mhc M, n lists of n."""
+    """Eqs. 4 and 5: h_pre and h_post, lists of n, and M, n lists of n, or None without its s."""
     n, scale = len(xs), inverse_rms(xs, eps)
     y = [y_i * scale for y_i in Products.apply(w, X.detach(), *xs)]
     s_pre, s_post, *s_mix = s.unbind()
@@ -139,7 +139,7 @@ def mhc_maps(X, xs, w, s, b, iters=20, eps=EPS):
     pre = [torch.sigmoid(s_pre * y_i + b_i) + eps for y_i, b_i in zip(y[:n], b)]
     post = [2 * torch.sigmoid(s_post * y_i + b_i) for y_i, b_i in zip(y[n : 2 * n], b[n:])]
     if not s_mix:
-        return pre, post
+        return pre, post, None
     logits = [s_mix[0] * y_i + b_i for y_i, b_i in zip(y[2 * n :], b[2 * n :])]
     M = sinkhorn(torch.cat(logits, -1).unflatten(-1, (n, n)), iters, eps)
     return pre, post, [row.split(1, -1) for row in M.unbind(-2)]
@@ -216,8 +216,8 @@ class Connections(PreNorm):
 
     def read(self, stream):
         xs = stream.x.unflatten(-1, (self.n, -1)).unbind(-2)
-        pre, post, *M = self.maps(stream.x, xs)
-        lane = torch.cat([*post, *chain(*chain(*M))], -1)  # for write: (B, T, n), or n + n^2
+        pre, post, M = self.maps(stream.x, xs)
+        lane = torch.cat([*post, *chain(*(M or ()))], -1)  # for write: (B, T, n), or n + n^2
         h = self.norm(read(xs, pre)).to(stream.x.dtype)
         return h, stream.replace(lane=lane, sources=xs)
 

@@ -1520,12 +1520,16 @@ def evaluated(out, what, **settings):
     return json.load(open(out / "eval.json"))
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def ranks(data, out, world=2, sigterm_to=None, **settings):
     """train.py in several processes, forked from one that has only imported this file"""
     torch.multiprocessing.set_forkserver_preload(["test_all"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        how = (world, free.getsockname()[1], sigterm_to, data, str(out), settings)
+    how = (world, free_port(), sigterm_to, data, str(out), settings)
     start = torch.multiprocessing.start_processes
     start(one_rank, how, nprocs=world, daemon=True, start_method="forkserver")
 

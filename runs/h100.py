@@ -100,8 +100,9 @@ from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mod
+from bench import writes_and_reads
 from machine import autocast
-from model import GPT, RESIDUALS, GPTConfig
+from model import GPT, RESIDUALS, GPTConfig, compile_options
 
 plain_attention = torch.nn.functional.scaled_dot_product_attention
 plain_count = GraphLowering.count_bytes
@@ -178,15 +179,8 @@ def read_and_write(config):
     shapes = (start.x.shape, SHAPE, SHAPE)
     x, f, g = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
 
-    def both(x, f, g):
-        _, now = other.read(start.replace(x=x))
-        h, now = one.read(other.write(now, f))
-        k, now = other.read(one.write(now, g))
-        outputs = [h, k] if k is now.x else [h, k, now.x]
-        return outputs if start.lane is None else [*outputs, now.lane]
-
-    torch._functorch.config.ban_recompute_used_far_apart = False  # as in GPT.compile_blocks
-    compiled = torch.compile(both, options=one.cuda_options or None)
+    both = writes_and_reads(one, other, start)
+    compiled = torch.compile(both, options=compile_options(config.residual, "cuda"))
     with torch.autocast("cuda", torch.bfloat16):
         outputs = compiled(x, f, g)
     inputs = [x, f, g, *one.parameters(), *other.parameters()]

@@ -51,6 +51,13 @@ def scale_of(optimizer):
     return study.parse([judge.SCALE, f"--optimizer={optimizer}"])
 
 
+def with_most_seeds(optimizer, lines_of):
+    """lines_of(number of seeds), for the most seeds that have finished, or None."""
+    for n in SEEDS[optimizer]:
+        with suppress(NotFinished):
+            return lines_of(n)
+
+
 @cache
 def judged(optimizer="muon"):
     """({mode: what judge.train returns}, {mode: median_interval of its time}) of the judged modes.
@@ -60,10 +67,9 @@ def judged(optimizer="muon"):
     scale, lines_of = scale_of(optimizer), partial(find, "judge")
     trained = {}
     for mode in RESIDUALS:
-        for n in SEEDS[optimizer]:
-            with suppress(NotFinished):
-                trained[mode] = judge.train(scale, mode, lines_of, n)
-                break
+        found = with_most_seeds(optimizer, partial(judge.train, scale, mode, lines_of))
+        if found:
+            trained[mode] = found
     ratios = study.race("judge", judge.timed(scale, trained), measure=False)
     choice, lines = trained[BASELINE]
     lengths = judge.lengths(ratios)
@@ -74,10 +80,9 @@ def judged(optimizer="muon"):
     for name, other in {**own, **judge.other_rates(choice)}.items():
         length = name if name in lengths else 1.0
         runs = partial(judge.of_seeds, scale, BASELINE, other, length=length)
-        for n in SEEDS[optimizer]:
-            with suppress(NotFinished):
-                lines[name] = lines_of(runs(n))
-                break
+        found = with_most_seeds(optimizer, lambda n, runs=runs: lines_of(runs(n)))
+        if found:
+            lines[name] = found
     return trained, ratios
 
 

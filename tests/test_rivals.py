@@ -285,15 +285,15 @@ def test_hyper_connections_equal_the_golden_with_gradients(kind):
     x, fn, base, scale, *head, W = leaves = [z[name].requires_grad_() for name in names]
     eps = z["eps"].item()
     xs, iters = x.unbind(-2), int(z["iters"]) if kind == "mhc" else 0
-    pre, post, *M = streams_file.mhc_maps(x.flatten(-2), xs, fn, scale, base, iters, eps)
+    pre, post, M = streams_file.mhc_maps(x.flatten(-2), xs, fn, scale, base, iters, eps)
     maps = {"post": torch.cat(post, -1)}
     if kind == "mhc":
-        maps["comb"] = torch.stack([torch.cat(row, -1) for row in M[0]], -2)
+        maps["comb"] = torch.stack([torch.cat(row, -1) for row in M], -2)
     else:
         maps["pre"] = torch.cat(pre, -1)
     h = streams_file.read(xs, pre)
     f = torch.tanh(h @ W)
-    y = streams_file.write(xs, *(M or [None]), post, f).view_as(x)
+    y = streams_file.write(xs, M, post, f).view_as(x)
     out = streams_file.mhc_end(y, head[0], head[2], head[1], eps)
     for name, ours in dict(**maps, h=h, f=f, y=y, out=out).items():
         assert_close(ours, z[name], **close, msg=lambda text, name=name: f"{name}: {text}")
