@@ -301,7 +301,7 @@ class GPT(nn.Module):
             stream = run(stream, rope, docs, kv, self.values(b, idx))
         if cache is not None:
             cache.at += T
-        return self.ends.readout(stream, self.head.weight)
+        return self.ends(stream, self.head.weight)
 
     def values(self, b, idx):
         """What block b adds to the values of its attention, (B, T, G D) or None."""
@@ -369,7 +369,8 @@ class GPT(nn.Module):
             raise RuntimeError(f"no rule initialises {names}: give their module reset_parameters")
 
     def compile_blocks(self):
-        """Compile block by block. Equal blocks share one graph, so depth does not slow compilation.
+        """Compile each block, and the readout. Equal blocks share one graph, so that the time to
+        compile does not grow with depth.
 
         Blocks that differ have graphs of their own: with and without value embeddings, by what
         they skip, by the k of their routers, and in some modes by their place, for example where
@@ -383,8 +384,8 @@ class GPT(nn.Module):
         limits.recompile_limit = max(limits.recompile_limit, most)
         limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, most)
         options = compile_options(self.config.residual, self.embed.weight.device.type)
-        for block in self.blocks:
-            block.compile(options=options)
+        for part in (*self.blocks, self.ends):
+            part.compile(options=options)
 
     def refresh(self):
         """Recompute what residuals derive from the weights, such as BHyT's c."""

@@ -219,7 +219,7 @@ class NAG(PreNorm):
     ends = NAGEnds
     init_out = "plain"  # Eq. 4 removes any scale of the output
     rotates = True
-    cuda_options = fusing(reads=16, operations=100)
+    cuda_options = fusing(reads=16, operations=150)
 
     def __init__(self, config, layer):
         nn.Module.__init__(self)  # without PreNorm's norm

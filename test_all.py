@@ -884,8 +884,8 @@ def test_compiled_equals_eager_and_blocks_share_graphs(backend, changes, monkeyp
             for i, router in enumerate(mod.routers(model)):
                 router.share.fill_(0.2 + 0.05 * i + 0.1 * turn)
                 router.update_k()
-    # the first block may have its own graph, and so may a changing k
-    most = {"attnres": 4, "attnres_block": 4, "x0mix": 3}.get(eager.config.residual, 2)
+    # the readout has a graph, the first block may have its own, and so may a changing k
+    most = {"attnres": 5, "attnres_block": 5, "x0mix": 4}.get(eager.config.residual, 3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= most + ("mod_on" in changes)
 
 

@@ -87,7 +87,7 @@ wandb_log = False  # send the records to wandb as well
 # machine
 device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
 dtype = "auto"  # float32 or bfloat16 autocast; auto: bfloat16 if the hardware supports it
-compile: bool | None = None  # torch.compile each block; None: on CUDA, and on Linux with g++
+compile: bool | None = None  # torch.compile blocks and readout; None: on CUDA, Linux with g++
 loss_chunk: int | None = None  # tokens whose logits are in memory at a time; None: all
 recompute = False  # keep only the input of each block and recompute the rest
 shard = "none"  # none: every rank holds the model (DDP); fsdp: a share of each block (FSDP2)
