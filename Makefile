@@ -9,7 +9,7 @@ OTHERS = lm-eval==0.4.13 transformers==5.23.0 safetensors==0.8.0 tokenizers==0.2
 
 train: .venv/ready
 	$(RUN) prepare_c4.py
-	$(RUN) train.py --out_dir=out/default --init_from=auto $(ARGS)
+	$(RUN) train.py --out_dir=out/default --init_from=auto --log_interval=10 $(ARGS)
 	$(RUN) plot.py loss out/default/loss.png out/default
 	$(RUN) eval.py --out_dir=out/default --what=sample
 

@@ -68,7 +68,7 @@ rounds = 7  # timed rounds, after 2 warm-up rounds
 quick = False  # run four parts at a small size with few rounds
 dtype = "bfloat16"  # bfloat16 or float32: autocast, and tensors of forward, residual and generate
 device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
-out = "bench.json"  # file for the results
+out = "out/bench.json"  # file for the results
 
 
 # ------------------------------------------------------------------------------------------------
@@ -687,6 +687,7 @@ def main():
         report |= {"copy_bytes_s": copy, "matmul_flops_s": matmul}
     for part in chosen:
         report[part.__name__] = part(base, copy, matmul)
+        os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
         write_json(out, report)
 
 

@@ -11,6 +11,7 @@ is complete on disk: an interrupted save leaves the previous checkpoint in place
 .tmp is overwritten by the next save. Files are read with weights_only=True, which never runs code.
 """
 
+import glob
 import os
 import pickle
 import shutil
@@ -49,7 +50,9 @@ def locate(path):
     if os.path.isdir(path):
         path = os.path.join(path, NEWEST)
     if not os.path.exists(path):
-        raise SystemExit(f"{path}: no such checkpoint")
+        others = sorted(glob.glob(f"{os.path.dirname(path) or '.'}/*/{NEWEST}"))
+        known = f"; there is {', '.join(others)}" if others else ""
+        raise SystemExit(f"{path}: no such checkpoint{known}")
     return path
 
 

@@ -395,6 +395,7 @@ def main():
     device = pick_device(device)
     prepare_process(device)
     pick_dtype(dtype, device.type)  # refuse an unknown dtype before any work
+    texts = None if text is None else read_texts(text, text_column, text_split)
     path = out_dir if checkpoint is None else os.path.join(out_dir, checkpoint)
     state, model = load_model(path, device)
     if not all(p.isfinite().all() for p in model.parameters()):
@@ -411,11 +412,12 @@ def main():
         raise SystemExit(f"context={context}: must be at most block_size={model.config.block_size}")
     rows, dialled, T = windows, {}, context or model.config.block_size
     if text is not None:
-        rows = TextWindows(read_texts(text, text_column, text_split), encoding, T, eval_tokens)
+        rows = TextWindows(texts, encoding, T, eval_tokens)
     if mod_rate is not None:
         chosen, rows = choosing_rows(data_dir or state["settings"]["data_dir"], rows, T)
         dialled = dial(model, chosen)
 
+    print(f"{state['path']}: {', '.join([*dialled, *parts])}")
     path = os.path.join(out_dir, "eval.json")
     report = {"checkpoint": os.path.basename(state["path"]), "step": state["step"]}
     if os.path.exists(path):  # keep earlier parts if they belong to the same checkpoint

@@ -179,5 +179,5 @@ def generate(model, idx, max_new_tokens, stop=None, **options):
 
 
 if __name__ == "__main__":
-    print("to sample from a run: python eval.py --out_dir=out --what=sample", file=sys.stderr)
+    print("to sample: python eval.py --out_dir=out/default --what=sample", file=sys.stderr)
     raise SystemExit(2)

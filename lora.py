@@ -266,6 +266,7 @@ def main(path, to):
     checkpoint.copy_tokenizer(os.path.dirname(state.pop("path")), os.path.dirname(to) or ".")
     state = {k: v for k, v in state.items() if k not in ("optimizers", "tokens_per_step")}
     checkpoint.save(to, state)  # without optimizer state: no run can resume or branch from it
+    print(f"{to}: the model with its adapters merged")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The machine: device, dtype and compiler, several ranks, and facts about it for the log."""
 
 import ctypes
+import inspect
 import os
 import platform
 import re
@@ -43,11 +44,12 @@ def pick_device(name, local_rank=0):
 
 
 def prepare_process(device):
-    """Set what a process needs before it computes on a device.
+    """Set what a process needs before it computes on a device, and show each line at once.
 
     glibc returns the memory of freed tensors to the system. On a CPU, new tensors then cause
     thousands of page faults in a training step. Two thresholds make glibc keep the memory.
     """
+    sys.stdout.reconfigure(line_buffering=True)  # also in a pipe
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
@@ -132,7 +134,9 @@ def over_ranks(model, device, world, shard):
         return model
     devices = [device.index] if device.type == "cuda" else None
     wrap = torch.nn.parallel.DistributedDataParallel
-    return wrap(model, device_ids=devices, broadcast_buffers=False)
+    new = "forward_sync_buffers"  # its name since torch 2.13
+    known = inspect.signature(wrap).parameters
+    return wrap(model, device_ids=devices, **{new if new in known else "broadcast_buffers": False})
 
 
 def shard_over_ranks(model, device):

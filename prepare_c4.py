@@ -241,6 +241,7 @@ def write_split(name, files, part, limit, directory, meta, pool, workers):
         progress(name, total, share, (total - tokens_before) / (time.time() - began))
         if total >= most:
             break
+    progress(name, split["tokens"] + fill, 1.0, 0.0)
     if "left_out" in split:
         print(f"\n{name}: left out {split['left_out']:,} documents that are in validation", end="")
     if not split["tokens"] + fill:
@@ -251,9 +252,10 @@ def write_split(name, files, part, limit, directory, meta, pool, workers):
 
 def progress(name, tokens, share, rate):
     """Draw the progress bar of a split: share is between 0 and 1, rate is in tokens per second."""
-    eta = f"{tokens * (1 / share - 1) / rate:.0f} s" if share and rate else "?"
+    eta = f"{tokens * (1 / share - 1) / rate:.0f} s" if share > 0.01 and rate else "?"
     bar = f"{name} [{'#' * int(20 * share):<20}]"
-    text = f"\r{bar} {tokens:,} tokens, {rate / 1e6:.2f} M/s, ETA {eta}   "
+    speed = f", {rate / 1e6:.2f} M/s, ETA {eta}" if share < 1 else ""
+    text = f"\r{bar} {tokens:,} tokens{speed}\033[K"
     print(text, end="", file=sys.stderr, flush=True)
 
 

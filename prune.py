@@ -148,5 +148,5 @@ def names(indices, unit):
 
 
 if __name__ == "__main__":
-    print("to prune a run: python eval.py --out_dir=out --mod_rate=0.2", file=sys.stderr)
+    print("to prune: python eval.py --out_dir=out/default --mod_rate=0.2", file=sys.stderr)
     raise SystemExit(2)

@@ -519,18 +519,24 @@ def show(record, eta):
         parts.append(f"mfu {record['mfu']:.1%}")
     if record["mem_gb"] is not None:
         parts.append(f"{record['mem_gb']:.1f} GB")
-    minutes, seconds = divmod(round(eta), 60)
-    print(" | ".join([*parts, f"ETA {minutes}:{seconds:02d}"]), flush=True)
+    if eta is not None:
+        minutes, seconds = divmod(round(eta), 60)
+        parts.append(f"ETA {minutes}:{seconds:02d}")
+    print(" | ".join(parts))
 
 
 # ------------------------------------------------------------------------------------------------
 # The loop
 
 stopping = False  # set by a signal at any time and read in every step
+first_step = step
 
 
 def on_signal(number, frame):
     global stopping
+    if compile and step == first_step:  # it may take a minute, and there is nothing to save
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
     stopping = True
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if is_main:  # a print could interrupt another one
@@ -569,8 +575,8 @@ if not resuming:
 if step == 0 and keep_interval:
     save("kept")
 log({"run": header})
-if compile and is_main:
-    print("compiling, about a minute", flush=True)
+if compile and is_main and not finished():
+    print("compiling, about a minute")
 if step == 0 and eval_interval:
     seen = compiling(validate)
     log({"step": 0, "tokens": 0, "flops": 0} | seen)
@@ -610,7 +616,9 @@ while not finished() and not stopped:
         record["tok_s"] = (step - since) * tokens_per_step / busy
         if peak:
             record["mfu"] = (step - since) / busy * flops_per_step / (peak * world)
-        show(record, eta=busy / (step - since) * max(0, max_iters - step))
+        compiled = compile and since == first_step  # then the time says nothing about other steps
+        left = max(0, max_iters - step)
+        show(record, eta=None if compiled else busy / (step - since) * left)
         log(record)
         since, busy = step, 0.0
 

@@ -312,12 +312,13 @@ def sentence(found, lines):
     mode, gap, times = found["mode"], found["steps"], found["times"]
     if found["diverged"]:
         return f"{mode}: {found['diverged']}"
-    words = "{}: {} at equal steps ({:+.3f} ± {:.3f})".format(mode, verdict([gap]), *gap)
+    other = "pre-norm" if baseline == "prenorm" else baseline
+    words = f"{mode}, compared with {other} ({statistics.mean(losses_of(lines[1.0])):.3f}): "
+    words += "{} at equal steps ({:+.3f} ± {:.3f})".format(verdict([gap]), *gap)
     words += "".join(f" [{doubt}]" for doubt in found["doubts"])
     if times:
         words += ", {} at equal time ({:+.3f} ± {:.3f})".format(verdict(times), *times[1])
-    other = "pre-norm" if baseline == "prenorm" else baseline
-    return f"{words} than {other} ({statistics.mean(losses_of(lines[1.0])):.3f})"
+    return words
 
 
 def draw(path, comparisons, names=None):
@@ -397,8 +398,7 @@ def main():
         if why := refusal(**shape_of(scale) | {"residual": mode}):
             raise SystemExit(why)
 
-    if sys.stdout.isatty():
-        study.say(f"timing the steps of {', '.join(everyone)}", stays=False)
+    study.say(f"timing the steps of {', '.join(everyone)}: a minute or two", stays=False)
     ratios = study.race(name, timed(scale, everyone))
     extra = dict.fromkeys(everyone, ()) | {baseline: lengths(ratios)}
     lines_of = partial(study.run, name, progress=plan(scale, everyone, extra, ratios))
@@ -416,7 +416,8 @@ def main():
     study.say(f"±: 95% interval over {seeds} seeds; out/{name}.png shows the differences")
     able = [stats.detectable(each["steps"][1], each["n"]) for each in comparisons if each["steps"]]
     if able:
-        study.say(f"4 of 5 such studies find a true difference of {max(able):.3f} at equal steps")
+        words = "would be found in 4 of 5 such studies; smaller ones are mostly missed"
+        study.say(f"at equal steps, a true difference of {max(able):.3f} {words}")
     for found in comparisons:
         study.say(warning + sentence(found, trained[baseline][1]))
 

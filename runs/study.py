@@ -311,7 +311,7 @@ def described(settings, runs):
     """A run in words, with the settings that differ between these runs."""
     full = DEFAULTS | settings
     tunes = full["val_part"] == "tune"
-    what = "tune" if tunes else f"seed {full['seed']}  {full['max_iters']} steps"
+    what = f"{'tune' if tunes else 'seed'} {full['seed']}  {full['max_iters']} steps"
     own = {k: v for k, v in settings.items() if k not in NAMED | OF_PLACE}
     varied = {k: v for k, v in own.items() if any(run.get(k) != v for run in runs)}
     words = (f"{full['residual']:<8}", what, f"rate {full['learning_rate']:g}", written(varied))

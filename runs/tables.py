@@ -396,6 +396,8 @@ def speed():
     moved = load("speed/h100.json")["modes"]
 
     def on_h100(mode):
+        if mode not in moved:
+            return ""
         passes, kernels = moved[mode]["passes"], moved[mode]["kernels"]
         return f"{passes:.1f} ({passes / moved[BASELINE]['passes']:.2f}), {kernels}"
 

@@ -525,7 +525,8 @@ def at_toy_size(command, corpus, tasks):
     new_run = " ".join([*TINY_RUN[2:], "--vocab_size=257", "--total_batch_tokens=128"])
     for text, toy in (
         (r"\bpython\b", sys.executable), ("torchrun", f"{sys.executable} -m torch.distributed.run"),
-        ("nproc_per_node=8", "nproc_per_node=2"), ("10e9", "10e4"),
+        ("nproc_per_node=8", "nproc_per_node=2"), ("10e9", "10e4"), ("=2500", "=8"),
+        ("keep_interval=500", "keep_interval=1"), ("ckpt_000500", "ckpt_000001"),
         ("--source=c4", f"--source={corpus} --data_dir=data/c4 --tokenizer=bytes"),
         ("Qwen/Qwen3-0.6B", f"{corpus.parent}/hub"),
         (r"(.*judge\.py(?!.*rehearse).*)", r"\1 --rehearse=True"),

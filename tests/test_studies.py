@@ -234,9 +234,11 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     steps = 7800 * (1 + ratio) + 3200 * (0.7 + 1.4 + 2.0 * (ratio > 1.4) + 2)
     steps += 3 * 400 * (0.7 + longest)  # the rate is tuned again at the ends
     hours = f"about {steps * 9.0 / 2 / 3600:.1f} hours to tune and train prenorm, nag"
-    assert lines[0].startswith(hours) and "\n".join(lines).count("about") == 1
+    assert lines[0].startswith("timing the steps of prenorm, nag") and lines[1].startswith(hours)
+    assert "\n".join(lines).count("about") == 1
     assert any(
-        re.fullmatch(r"nag +tune  rate 0.016  loss .*   \d+ of \d+, .* left", x) for x in lines
+        re.fullmatch(r"nag +tune 0  \d+ steps  rate 0.016  loss .*  \d+ of \d+, .* left", x)
+        for x in lines
     )
     row = rows[1]
     doubt = "" if gain else ", fragile"  # another rate costs the baseline 0.01
@@ -247,9 +249,9 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     assert f"nag was tuned to {tuned}" in lines
     number = r"\([+-]0.0\d\d ± 0.00\d\)"
     doubt = "" if gain else r" \[fragile\]"
-    sentence = rf"nag: {words[0]} at equal steps {number}{doubt}, {words[1]} at equal time {number}"
-    assert re.fullmatch(sentence + r" than pre-norm \(0.\d{3}\)", lines[-1])
-    power = r"4 of 5 such studies find a true difference of 0.00\d at equal steps"
+    sentence = rf"{words[0]} at equal steps {number}{doubt}, {words[1]} at equal time {number}"
+    assert re.fullmatch(r"nag, compared with pre-norm \(0.\d{3}\): " + sentence, lines[-1])
+    power = r"at equal steps, a true difference of 0.00\d would be found in 4 of 5 such studies; .*"
     assert re.fullmatch(power, lines[-2])
     keys = [line["key"] for line in study.read("judge") if "key" in line]
     assert len(keys) == len(set(keys)) == len(trained)
@@ -304,13 +306,14 @@ def test_a_rehearsal_is_small_and_says_so(place, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["judge.py", "--rehearse=True"])
     judge.main()
     first, *_, last = capsys.readouterr().out.splitlines()
-    assert first == "REHEARSAL, ignore these numbers." and last.startswith(f"{first} nag: ")
+    assert first == "REHEARSAL, ignore these numbers."
+    assert last.startswith(f"{first} nag, compared with pre-norm")
     assert len(trained) <= 31 and all(run["eval_tokens"] == 2048 for run in trained)
     assert not study.read("judge") and study.read("rehearsal_judge")
 
 
 @cases("argv, message", [
-    ("--residual=foo", "residual='foo': choose one of none, postnorm, prenorm, perinorm, "),
+    ("--residual=foo", "residual='foo': choose one of none, postnorm, prenorm, "),
     ("--residual=prenorm", "give at least 2 seeds, and a mode that is not the baseline prenorm"),
     ("--residual=nag --n_embd=63", "n_embd"),
 ])  # fmt: skip
