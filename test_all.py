@@ -1894,7 +1894,7 @@ BAD_INPUT = {
         ("--what=loss,dept", "dept is not one of loss, depth, sample, tasks"),
         ("--checkpoint=x.pt", "x.pt: no such check"), ("--data_dir=/x", "/x holds no prepared"),
         ("--what=loss --text=nope.md", "text='nope.md': no such file"),
-        ("--limit=3", "limit=3 is for tasks"), 
+        ("--limit=3", "limit=3 is for tasks"),
         (f"--what=sample --text={HERE}/README.md", "README.md' is for loss"),
         ("--what=loss --dtype=half", "must be auto, float32"), ("--mod_rate=1", "and below 1"),
     ],

@@ -293,6 +293,16 @@ def test_kill_9_of_everything_changes_nothing(data, tmp_path, world, shard, kill
     assert log_of(two).losses == log_of(one).losses and len(log_of(two).headers) == kills + 1
 
 
+def test_ctrl_c_while_compiling_ends_a_run_at_once(data, tmp_path):
+    command = [sys.executable, "train.py", *TINY_RUN[:-1], "--compile=True"]
+    command += [f"--data_dir={data}", f"--out_dir={tmp_path}"]
+    with subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True) as run:
+        assert any(line.startswith("compiling") for line in run.stdout)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(timeout=10) == -signal.SIGINT
+    assert checkpoints.load(checkpoints.newest(str(tmp_path)))["step"] == 0
+
+
 # ------------------------------------------------------------------------------------------------
 # lm-eval's harness
 
