@@ -13,8 +13,8 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
    seed 0, then among this rate, half and twice of it, by the mean loss of three seeds.
 2. Train both with new seeds for all steps. Evaluate on the other half of the validation split.
 3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
-   "undecided". The intervals leave out the noise of the tuning. A verdict is "fragile" if it is
-   another one against the baseline at half or twice its learning rate. It has an "outlier" if the
+   "undecided". The intervals leave out the noise of the tuning. A verdict is "fragile" if it would
+   change against the baseline at half or twice its learning rate. It has an "outlier" if the
    signed-rank interval of the median, which one seed cannot move, gives another verdict.
 4. To compare at equal time, time the steps of all modes in turn, before any training. Also train
    the baseline for fewer and more steps, and interpolate its loss at the time of the mode. Its
