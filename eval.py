@@ -211,6 +211,7 @@ def show_depth(report):
 
 def show_skipping(report):
     print(f"skipped {report['rate']:.1%}, averaged over the sublayers that tokens may skip")
+    print(f"two losses on the same tokens, at most {depth_tokens:,}:")
     print(
         f"loss {report['causal loss']:.4f}: each token compares its own score with a threshold\n"
         f"loss {report['look-ahead loss']:.4f}: the tokens with the highest scores of a sequence "
