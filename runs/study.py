@@ -279,7 +279,9 @@ def say(text, stays=True):
 
 
 def duration(seconds):
-    minutes = max(1, round(seconds / 60))
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} hours"
 
 

@@ -347,7 +347,7 @@ def test_the_time_left_agrees_with_the_estimate_until_much_is_measured(monkeypat
         shown.append(str(progress))
     assert shown[0] == "1 of 100, 54 min left"
     assert shown[49] == "50 of 100, 46 min left"
-    assert shown[100] == "101 of 101, 1 min left"
+    assert shown[100] == "101 of 101, 0 s left"
 
 
 def test_ctrl_c_says_at_once_how_to_continue(place, monkeypatch, capsys):
