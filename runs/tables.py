@@ -139,6 +139,8 @@ def judge_facts():
     yield "median half-width", f"{median(half_widths):.4f}"
     able = [stats.detectable(half, each["n"]) for half, each in zip(half_widths, decidable)]
     yield "difference to be found", f"{median(able):.3f}"
+    ihc, mhc = (judged()[0][mode][1][1.0] for mode in ("ihc", "mhc"))
+    yield "ihc minus mhc", plus_minus(gap_of(ihc[: len(mhc)], mhc))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -259,11 +261,17 @@ def lead_facts():
         yield f"gain of NAG with {n} blocks", f"{mean(gains[n]):.4f}"
     yield "gain of NAG, 16 blocks minus 8", plus_minus(paired(gains[16], gains[8]))
 
-    first, again = study.finished("lead"), study.finished("another_cpu")
-    changes = [line["loss"] - first[name]["loss"] for name, line in again.items()]
+    changes = [*repeated("another_cpu", "lead")]
     yield "runs on another CPU", len(changes)
     yield "mean change on another CPU", f"{mean(changes):+.4f}"
     yield "deviation on another CPU", f"{stdev(changes):.4f}"
+
+
+def repeated(again, first):
+    """The change of the loss for each run of a study that repeats one of another study."""
+    first = study.finished(first)
+    for name, line in study.finished(again).items():
+        yield line["loss"] - first[name]["loss"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -344,6 +352,9 @@ def other_facts():
             yield f"one block, {known['skip']}", f"{line['last']:.2f}"
         if known["what"] == "bigram":
             yield "entropy given one character", f"{line['entropy']:.2f}"
+
+    changes = [*repeated("repaired", "judge")]
+    yield "change of mhc with float32 gradients", f"{mean(changes):+.4f}"
 
     found = load("variance.json")
     yield "R2 of BHyT's prediction", f"{mean(found['R2']):.2f}"
