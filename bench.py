@@ -253,7 +253,8 @@ def block_forward(config):
     """(function that runs the forward of one compiled block, its FLOPs)"""
     torch.manual_seed(0)
     model = GPT(replace(config, n_layer=1)).to(device, getattr(torch, dtype)).eval()
-    block, rope = torch.compile(model.blocks[0]), (model.cos, model.sin)
+    options = compile_options(config.residual, torch.device(device).type)
+    block, rope = torch.compile(model.blocks[0], options=options), (model.cos, model.sin)
     positions = torch.arange(config.block_size, device=device)[:, None]
     embedded = model.embed(tokens(config, batch_size, device)).detach()
     stream = model.ends.embed(embedded).replace(at=positions)
@@ -685,9 +686,9 @@ def main():
     if what != "size":
         copy, matmul = machine_speeds()
         report |= {"copy_bytes_s": copy, "matmul_flops_s": matmul}
+    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     for part in chosen:
         report[part.__name__] = part(base, copy, matmul)
-        os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
         write_json(out, report)
 
 

@@ -49,7 +49,8 @@ def prepare_process(device):
     glibc returns the memory of freed tensors to the system. On a CPU, new tensors then cause
     thousands of page faults in a training step. Two thresholds make glibc keep the memory.
     """
-    sys.stdout.reconfigure(line_buffering=True)  # also in a pipe
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has no buffer
+        sys.stdout.reconfigure(line_buffering=True)  # also in a pipe
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)

@@ -1895,7 +1895,7 @@ BAD_INPUT = {
         ("--checkpoint=x.pt", "x.pt: no such check"), ("--data_dir=/x", "/x holds no prepared"),
         ("--what=loss --text=nope.md", "text='nope.md': no such file"),
         ("--limit=3", "limit=3 is for tasks"),
-        (f"--what=sample --text={HERE}/README.md", "README.md' is for loss"),
+        (f"--what=sample --text={HERE}/README.md", f"text='{HERE}/README.md' is for loss"),
         ("--what=loss --dtype=half", "must be auto, float32"), ("--mod_rate=1", "and below 1"),
     ],
     "bench.py": [("--what=speed", "choose one of forward"), ("--modes=nagg", "choose one of none")],

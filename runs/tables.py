@@ -353,8 +353,8 @@ def other_facts():
         if known["what"] == "bigram":
             yield "entropy given one character", f"{line['entropy']:.2f}"
 
-    changes = [*repeated("repaired", "judge")]
-    yield "change of mhc with float32 gradients", f"{mean(changes):+.4f}"
+    change = mean(repeated("repaired", "judge"))
+    yield "change of mhc with float32 gradients", f"{change:+.4f}"
 
     found = load("variance.json")
     yield "R2 of BHyT's prediction", f"{mean(found['R2']):.2f}"
