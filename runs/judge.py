@@ -141,8 +141,7 @@ def tune(scale, mode, lines_of):
     """Tune one setting at a time. Returns {setting: best value}.
 
     First the learning rate, then the initialisation of the output projections, then gate_lr (lower
-    and higher) and embed_lr (lower), as long as each step helps. Last, the learning rate again, and
-    once more with three seeds. Recorded runs without these keep the choice of the first seed.
+    and higher) and embed_lr (lower), as long as each step helps. Last, the learning rate again.
     """
     pick_best = partial(best, scale, mode, lines_of=lines_of)
     usual = (study.DEFAULTS | scale)["learning_rate"]
@@ -155,10 +154,17 @@ def tune(scale, mode, lines_of):
             changes = [{setting: usual * factor} for factor in factors]
             chosen = while_better(chosen, changes, pick_best)
     rates = [chosen["learning_rate"] / n for n in (4, 2, 1)]
-    chosen = best_rate(scale, mode, chosen, rates, lines_of, length=1.0)
+    return rate_of_three(scale, mode, chosen, rates, lines_of)
+
+
+def rate_of_three(scale, mode, choice, rates, lines_of):
+    """The choice with the learning rate that is best at full length: of the first seed's best rate,
+    half and twice of it, by the mean of three seeds. Recorded runs without these keep the first's.
+    """
+    choice = best_rate(scale, mode, choice, rates, lines_of, length=1.0)
     with suppress(study.NotFinished):
-        chosen = best(scale, mode, nearby(chosen), lines_of, 1.0, TUNING)
-    return chosen
+        choice = best(scale, mode, nearby(choice), lines_of, 1.0, TUNING)
+    return choice
 
 
 def nearby(choice):

@@ -3,19 +3,20 @@ How does the difference from pre-norm change with more tokens or blocks? Which p
 What does a mixture of depths cost?
 
     python runs/lead.py --what=tokens    8 blocks of width 64, 1 to 16 MB
-    python runs/lead.py --what=blocks    4 to 64 blocks of width 64, 4 MB
+    python runs/lead.py --what=blocks    4, 16 and 32 blocks of width 64, 4 MB; the judge trained 8
     python runs/lead.py --what=nag       NAG with one part changed, 4 MB
     python runs/lead.py --what=bhyt      BHyT with other initial lambdas and gains, 4 MB
     python runs/lead.py --what=mod       NAG with mixtures of depths and with fewer blocks, 4 MB
     python runs/lead.py --what=tokens --names=nag --values=1000,8000    a part of it
+    python runs/lead.py --what=blocks --optimizer=adamw                 with another optimizer
     python runs/lead.py --what=mod --timed=True    the time of a step, on a quiet machine
 
 Each mode uses the settings that runs/judge.py found for it, or is tuned first if it was not judged.
-At other lengths and depths, the learning rate is tuned again with seed 0. Runs of more than 8,000
-steps use the rate that is best at 8,000, models with more than 16 blocks that with 16. Each length
-is a separate run with its own schedule. Differences are from pre-norm, or from the mode that is
-changed; they are paired by seed, with 95% intervals. Finished runs are in results/lead.jsonl, and
-are not repeated.
+At other lengths and depths, the learning rate is tuned again, as the judge does. Runs of more than
+8,000 steps use the rate that is best at 8,000, models with more than 16 blocks that with 16. Each
+length is a separate run with its own schedule. Differences are from pre-norm, or from the mode that
+is changed; they are paired by seed, with 95% intervals. Finished runs are in results/lead.jsonl,
+and are not repeated.
 """
 
 import statistics
@@ -32,10 +33,11 @@ from configurator import configure
 what = "tokens"  # tokens, blocks, nag, bhyt or mod
 names: str | None = None  # only these, separated by commas, and what they are compared with
 values: str | None = None  # only these steps or numbers of blocks, in this order
+optimizer = "muon"  # or adamw
 timed = False  # time the steps of these models, once the judge has tuned them; train nothing
 
 SCALE = study.parse([judge.SCALE])
-SEEDS = (11, 12, 13)  # new: judge.py tuned on 0 and judged on 1, 2, ...
+SEEDS = range(11, 17)  # new: judge.py tuned on 0 and judged on 1, 2, ...; some have the first 3
 NAG = {
     "gates at a quarter of the rate": {"gate_lr": 0.25},
     "gates at four times the rate": {"gate_lr": 4.0},
@@ -78,7 +80,7 @@ OTHER_RATES = {  # of pre-norm, because one tuning seed cannot tell which rate i
 PLANS = {
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "attnres", "mhc")) | OTHER_RATES,
                "max_iters", (1000, 2000, 4000, 8000, 16000), AROUND),
-    "blocks": (dict.fromkeys(("prenorm", "nag", "lns")), "n_layer", (4, 8, 16, 32, 64), AROUND),
+    "blocks": (dict.fromkeys(("prenorm", "nag", "ihc")), "n_layer", (4, 16, 32), AROUND),
     "nag": ({"nag": None} | NAG, "max_iters", (4000,), (1.0,)),
     "bhyt": ({"bhyt": None} | BHYT, "max_iters", (4000,), (1.0,)),
     "mod": ({"nag": None, "prenorm": None} | FEWER | mixtures(0.2) | mixtures(0.4),
@@ -93,14 +95,17 @@ def base_of(changes, name):
     return mode if mode in changes else first
 
 
-def tuned(name, change, scale, rates_around, lines_of):
-    """Settings of a mode, or of one with a change, with the best learning rate at this scale."""
+def tuned(name, change, scale, judged, rates_around, lines_of):
+    """Settings of a mode, or of one with a change, with the best learning rate at this scale.
+
+    judged: the judge's scale, where everything else was tuned.
+    """
     mode = name if change is None else change.get("residual", "nag")
-    chosen = judge.tune(SCALE, mode, partial(lines_of, "judge"))
+    chosen = judge.tune(judged, mode, partial(lines_of, "judge"))
     rates = [chosen["learning_rate"] * times for times in rates_around]
-    if len(rates) > 1 and scale != SCALE:
+    if len(rates) > 1 and scale != judged:
         smaller = scale | {key: min(scale[key], most) for key, most in LARGEST.items()}
-        chosen = judge.best_rate(smaller, mode, chosen, rates, partial(lines_of, "lead"), 1.0)
+        chosen = judge.rate_of_three(smaller, mode, chosen, rates, partial(lines_of, "lead"))
     change, rate = change or {}, chosen["learning_rate"]
     multiples = {key: change[key] * rate for key in ("learning_rate", "gate_lr") if key in change}
     return {"residual": mode} | chosen | change | multiples
@@ -119,14 +124,15 @@ def selected(plan):
     return {name: changes[name] for name in (*bases, *wanted)}, axis, some, rates_around
 
 
-def runs_of(changes, axis, values, rates_around, lines_of):
+def runs_of(changes, axis, values, rates_around, lines_of, optimizer="muon", seeds=SEEDS):
     """{(name, value): [the settings of each seed]}. lines_of: study.run, or one that only reads."""
-    scales = {value: SCALE | {axis: value} for value in values}
+    judged = SCALE | {"optimizer": optimizer}
 
     def runs_at(pair):
         name, value = pair
-        own = tuned(name, changes[name], scales[value], rates_around, lines_of)
-        return [judge.settings(scales[value], own["residual"], own, s) for s in SEEDS]
+        scale = judged | {axis: value}
+        own = tuned(name, changes[name], scale, judged, rates_around, lines_of)
+        return [judge.settings(scale, own["residual"], own, seed) for seed in seeds]
 
     pairs = [(name, value) for value in values for name in changes]
     with ThreadPoolExecutor(len(study.devices())) as pool:
@@ -154,10 +160,10 @@ def main():
     if timed:
         if len(PLANS[what][2]) > 1:
             raise SystemExit("timed: only for nag, bhyt and mod, which have one length")
-        runs = runs_of(changes, *rest, study.find)
+        runs = runs_of(changes, *rest, study.find, optimizer)
         print(study.race("lead", {name: of_seeds[0] for (name, _), of_seeds in runs.items()}))
         return
-    runs = runs_of(changes, *rest, study.run)
+    runs = runs_of(changes, *rest, study.run, optimizer)
     found = iter(study.run("lead", [each for of_seeds in runs.values() for each in of_seeds]))
     lines = {at: [next(found) for _ in SEEDS] for at in runs}
     for name, value, loss, gap in rows(lines, changes):

@@ -90,10 +90,24 @@ def losses_of(lines):
     return [math.inf if line["loss"] is None else line["loss"] for line in lines]
 
 
+def differences(ours, theirs):
+    """The losses of our lines minus theirs. Seeds that only one side has do not count."""
+    n = min(len(ours), len(theirs))
+    return minus(losses_of(ours[:n]), losses_of(theirs[:n]))
+
+
 def gap_of(ours, theirs):
-    """The paired interval of our losses minus theirs, or None if a run diverged."""
-    a, b = losses_of(ours), losses_of(theirs)
-    return None if math.inf in a + b else paired(a, b)
+    """The interval of these differences, or None if a run diverged."""
+    found = differences(ours, theirs)
+    return interval(found) if all(map(math.isfinite, found)) else None
+
+
+def slope(by_x):
+    """The interval of the slope over x, from one slope for each seed. by_x: {x: values by seed}"""
+    middle = statistics.mean(by_x)
+    squares = sum((x - middle) ** 2 for x in by_x)
+    parts = [[(x - middle) / squares * y for y in values] for x, values in by_x.items()]
+    return interval([sum(of_seed) for of_seed in zip(*parts)])
 
 
 def gap_at(length, losses, by_length):

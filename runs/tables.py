@@ -28,7 +28,7 @@ import lead
 import recipe
 import stats
 import study
-from stats import gap_of, losses_of, minus, paired, plus_minus, verdict
+from stats import differences, gap_of, losses_of, minus, paired, plus_minus, verdict
 from study import ROOT, NotFinished, find, read
 
 from model import RESIDUALS
@@ -111,7 +111,7 @@ def modes():
     others = []
     for name in lines.keys() & {"half", "twice"}:
         theirs = lines[name]
-        gap = gap_of(theirs, lines[1.0][: len(theirs)])
+        gap = gap_of(theirs, lines[1.0])
         cells = f"{BASELINE} at {name} its rate", first[1], f"{mean(losses_of(theirs)):.4f}"
         others.append([*cells, *decided([gap]), *[""] * (len(head) - 5)])
     return head, [first, *sorted(others), *rows]
@@ -140,7 +140,7 @@ def judge_facts():
     able = [stats.detectable(half, each["n"]) for half, each in zip(half_widths, decidable)]
     yield "difference to be found", f"{median(able):.3f}"
     ihc, mhc = (judged()[0][mode][1][1.0] for mode in ("ihc", "mhc"))
-    yield "ihc minus mhc", plus_minus(gap_of(ihc[: len(mhc)], mhc))
+    yield "ihc minus mhc", plus_minus(gap_of(ihc, mhc))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -148,14 +148,14 @@ def judge_facts():
 
 
 @cache
-def lead_lines(what):
+def lead_lines(what, optimizer="muon"):
     """{(name, value): the lines of its seeds} of what has finished of a plan of runs/lead.py."""
     changes, axis, values, rates_around = lead.PLANS[what]
     found = {}
-    for name, value in product(changes, values):
+    for name, value, n in product(changes, values, (3, len(lead.SEEDS))):
+        plan = {name: changes[name]}, axis, [value], rates_around, find, optimizer, lead.SEEDS[:n]
         with suppress(NotFinished):
-            runs = lead.runs_of({name: changes[name]}, axis, [value], rates_around, find)
-            found[name, value] = find("lead", runs[name, value])
+            found[name, value] = find("lead", lead.runs_of(*plan)[name, value])
     return found
 
 
@@ -189,13 +189,30 @@ def lengths():
     return (*head, "at equal time", "verdict at equal time"), rows
 
 
+def depths():
+    """Losses minus pre-norm's by the number of blocks, and their change when it doubles."""
+    blocks, rows = (4, 8, 16, 32), []
+    for optimizer, mode in product(("muon", "adamw"), ("nag", "ihc")):
+        trained, of = judged(optimizer)[0], lead_lines("blocks", optimizer)
+        of = of | {(name, 8): lines[1.0] for name, (_, lines) in trained.items()}
+        known = [n for n in blocks if {(mode, n), (BASELINE, n)} <= of.keys()]
+        gaps = {n: differences(of[mode, n], of[BASELINE, n]) for n in known}
+        cells = [plus_minus(stats.interval(gaps[n])) if n in gaps else "" for n in blocks]
+        if len(gaps) > 1:
+            growth = stats.slope({math.log2(n): gap for n, gap in gaps.items()})
+            rows.append((mode, optimizer, *cells, *decided([growth])))
+    return ("mode", "optimizer", *(f"{n} blocks" for n in blocks), "when doubled", "verdict"), rows
+
+
 def parts():
     """NAG and BHyT with one part changed."""
     rows = []
     for what in ("nag", "bhyt"):
         changes, times = lead.PLANS[what][0], lead_times(what)
-        found = [*lead.rows(lead_lines(what), changes)]
-        corrected = stats.holm({name: (gap, len(lead.SEEDS)) for name, _, _, gap in found})
+        lines = lead_lines(what)
+        found = [*lead.rows(lines, changes)]
+        n = {name: min(len(lines[name, 4000]), len(lines[what, 4000])) for name, *_ in found}
+        corrected = stats.holm({name: (gap, n[name]) for name, _, _, gap in found})
         for name, _, loss, gap in found:
             time = f"{times[name][1]:.2f}" if name in times else ""
             rows.append((what, name, f"{loss:.4f}", *decided([gap]), corrected[name], time))
@@ -243,7 +260,7 @@ def mixtures():
 
 
 def lead_facts():
-    """Pairs of mixtures of depths, NAG with more blocks, and runs repeated on another CPU."""
+    """Pairs of mixtures of depths, and runs repeated on another CPU."""
     found = {name: lines for (name, _), lines in lead_lines("mod").items()}
     own = "NAG's router 0.4"
     for ours, theirs in (
@@ -254,12 +271,6 @@ def lead_facts():
         yield f"{ours} minus {theirs}", plus_minus(gap_of(found[ours], found[theirs]))
     by_seed = (at_equal_flops(found[name]) for name in (own, "nag with 5 blocks"))
     yield "NAG's router minus 5 blocks", plus_minus(paired(*by_seed))
-
-    of, gains = lead_lines("blocks"), {}
-    for n in (8, 16):
-        gains[n] = minus(*(losses_of(of[mode, n]) for mode in (BASELINE, "nag")))
-        yield f"gain of NAG with {n} blocks", f"{mean(gains[n]):.4f}"
-    yield "gain of NAG, 16 blocks minus 8", plus_minus(paired(gains[16], gains[8]))
 
     changes = [*repeated("another_cpu", "lead")]
     yield "runs on another CPU", len(changes)
@@ -421,7 +432,7 @@ def speed():
 # The pages
 
 TABLES = {
-    "modes": modes, "lengths": lengths, "parts": parts, "mixtures": mixtures,
+    "modes": modes, "lengths": lengths, "depths": depths, "parts": parts, "mixtures": mixtures,
     "inside": inside, "earlier": earlier, "speed": speed,
     "adamw": lambda: verdicts("adamw"),
     "recipe": lambda: (recipe.HEAD, [*recipe.rows(find, measure=False)]),

@@ -275,6 +275,22 @@ def test_a_rate_is_chosen_by_the_mean_of_three_seeds(place, monkeypatch):
     assert judge.tune(scale, "prenorm", lines_of)["learning_rate"] == 4e-3
 
 
+def test_the_slope_over_depth_is_that_of_each_seed():
+    import numpy as np
+
+    torch.manual_seed(0)
+    by_x = {x: (0.1 * x + torch.randn(6)).tolist() for x in (2, 3, 5)}
+    slopes = [np.polyfit([*by_x], of_seed, 1)[0] for of_seed in zip(*by_x.values())]
+    assert stats.slope(by_x) == pytest.approx(stats.interval(slopes))
+
+
+def test_seeds_that_only_one_side_has_do_not_count():
+    lines = lambda *losses: [{"loss": loss} for loss in losses]
+    gap = stats.gap_of(lines(1.0, 2.0, 9.0), lines(0.5, 1.0))
+    assert gap == stats.paired([1.0, 2.0], [0.5, 1.0])
+    assert stats.gap_of(lines(1.0, None), lines(0.5, None)) is None
+
+
 def test_the_second_opinion_is_the_signed_rank_test():
     from scipy.stats import wilcoxon
 
@@ -458,7 +474,7 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
     lines = {at: study.run("lead", of_seeds) for at, of_seeds in runs.items()}
     found = {(name, value): rest for name, value, *rest in lead.rows(lines, changes)}
     differences = [-0.1 + 0.001 * seed**2 for seed in lead.SEEDS]
-    mean, half = stats.paired(differences, [0.0] * 3)
+    mean, half = stats.interval(differences)
     assert found["nag", 8000][1] == pytest.approx((mean, half))
     assert found["bhyt", 1000][1] == pytest.approx((-0.05, 0.0))
 
