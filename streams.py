@@ -119,14 +119,17 @@ def inverse_rms(xs, eps):
 
 
 def sinkhorn(logits, iters=20, eps=EPS):
-    """Eq. 5: M (..., n, n), whose columns sum to 1, and rows almost."""
+    """Eq. 5: M (n, n, ...), whose columns sum to 1, and rows almost.
+
+    Tokens are last, so that a vector instruction handles one entry of many tokens.
+    """
 
     def scaled(M, dim):  # not M / (...): the backward of this form is several times faster
         return M * (1 / (M.sum(dim, keepdim=True) + eps))
 
-    M = scaled(logits.softmax(-1) + eps, -2)
+    M = scaled(logits.softmax(1) + eps, 0)
     for _ in range(iters - 1):
-        M = scaled(scaled(M, -1), -2)
+        M = scaled(scaled(M, 1), 0)
     return M
 
 
@@ -141,8 +144,8 @@ def mhc_maps(X, xs, w, s, b, iters=20, eps=EPS):
     if not s_mix:
         return pre, post, None
     logits = [s_mix[0] * y_i + b_i for y_i, b_i in zip(y[2 * n :], b[2 * n :])]
-    M = sinkhorn(torch.cat(logits, -1).unflatten(-1, (n, n)), iters, eps)
-    return pre, post, [row.split(1, -1) for row in M.unbind(-2)]
+    M = sinkhorn(torch.stack(logits).unflatten(0, (n, n)), iters, eps)
+    return pre, post, [row.unbind() for row in M.unbind()]
 
 
 def mhc_end(X, w, s, b, eps=EPS):
