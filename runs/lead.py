@@ -26,7 +26,7 @@ from functools import partial
 
 import judge
 import study
-from stats import gap_of, plus_minus
+from stats import detectable, gap_of, plus_minus
 
 from configurator import configure
 
@@ -152,6 +152,13 @@ def rows(lines, changes):
             yield name, value, mean, gap
 
 
+def result_of(loss, gap):
+    """A result in words, and the true difference that 4 of 5 such studies would find."""
+    if gap is None:
+        return "diverged"
+    return f"{loss:.4f} {plus_minus(gap)} (can find {detectable(gap[1], len(SEEDS)):.3f})"
+
+
 def main():
     configure(globals(), argv=sys.argv[1:])
     if what not in PLANS:
@@ -167,8 +174,7 @@ def main():
     found = iter(study.run("lead", [each for of_seeds in runs.values() for each in of_seeds]))
     lines = {at: [next(found) for _ in SEEDS] for at in runs}
     for name, value, loss, gap in rows(lines, changes):
-        result = f"{loss:.4f} {plus_minus(gap)}" if gap else "diverged"
-        print(f"{name} {value}: {result} from {base_of(changes, name)}")
+        print(f"{name} {value}: {result_of(loss, gap)} from {base_of(changes, name)}")
 
 
 if __name__ == "__main__":
