@@ -39,7 +39,7 @@ from operator import itemgetter
 import stats
 import study
 import torch
-from stats import gap_at, losses_of, minus, paired, plus_minus, verdict
+from stats import gap_at, gap_of, losses_of, minus, paired, plus_minus, verdict
 from study import ROOT
 
 import plot
@@ -255,28 +255,29 @@ def compare(mode, choice, lines, theirs, ratios):
 
     theirs: {length: lines of the baseline}. ratios: median_interval of the time ratio. At equal
     time, the baseline's loss is interpolated for each seed. times is empty if the baseline was not
-    trained for as short or as long. Seeds that only one side has do not count.
+    trained for as short or as long. Each comparison takes the seeds that both sides have.
     """
-    wanted = {1.0, "half", "twice", *lengths({mode: ratios})} & theirs.keys()
-    n = min(len(each) for each in (lines, *(theirs[length] for length in wanted)))
-    ours = losses_of(lines[:n])
+    n = min(len(lines), len(theirs[1.0]))
+    ours, others = losses_of(lines[:n]), losses_of(theirs[1.0][:n])
     found = {"mode": mode, "choice": choice, "params": lines[0]["params"], "ratio": ratios[1]}
     found |= {"n": n, "loss": None, "steps": None, "doubts": [], "times": [], "diverged": None}
-    by_length = {length: losses_of(theirs[length][:n]) for length in wanted}
-    for who, each in ((mode, ours), (baseline, by_length[1.0])):
+    for who, each in ((mode, ours), (baseline, others)):
         if math.inf in each:
             count = f"{each.count(math.inf)} of {len(each)}"
             return found | {"diverged": f"{count} runs of {who} diverged"}
-    by_length = {length: each for length, each in by_length.items() if math.inf not in each}
-    others = [by_length.pop(name) for name in ("half", "twice") if name in by_length]
-    gap = paired(ours, by_length[1.0])
+    gap = paired(ours, others)
     found |= {"loss": statistics.mean(ours), "steps": gap}
-    if any(verdict([paired(ours, other)]) != verdict([gap]) for other in others):
+    at_rates = [gap_of(lines, theirs[name]) for name in ("half", "twice") if name in theirs]
+    if any(each and verdict([each]) != verdict([gap]) for each in at_rates):
         found["doubts"].append("fragile")
-    if stats.signed_rank_verdict(minus(ours, by_length[1.0])) not in (None, verdict([gap])):
+    if stats.signed_rank_verdict(minus(ours, others)) not in (None, verdict([gap])):
         found["doubts"].append("outlier")
+    wanted = {1.0, *lengths({mode: ratios})} & theirs.keys()
+    n = min(n, *(len(theirs[length]) for length in wanted))
+    by_length = {length: losses_of(theirs[length][:n]) for length in wanted}
+    by_length = {length: each for length, each in by_length.items() if math.inf not in each}
     if min(by_length) <= ratios[0] and ratios[-1] <= max(by_length):
-        found["times"] = [gap_at(ratio, ours, by_length) for ratio in ratios]
+        found["times"] = [gap_at(ratio, ours[:n], by_length) for ratio in ratios]
     return found
 
 
