@@ -103,7 +103,9 @@ class Rotation(torch.autograd.Function):
         A, D, E, square = coefficients(*means, a, eps, centre, orthogonal)
         ctx.save_for_backward(r, f, *means, a)
         ctx.parts = eps, centre, orthogonal
-        return (A * x + D * y + E).to(r.dtype), square
+        new = A * x + D * y + E
+        # compiled by torch 2.11, a cast to the same dtype loses the gradient
+        return new if new.dtype == r.dtype else new.to(r.dtype), square
 
     @staticmethod
     def backward(ctx, grad, of_square):
