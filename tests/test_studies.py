@@ -612,6 +612,14 @@ def test_sentences_written_by_hand_agree_with_the_results():
     gap, half = tables.number("facts", "ihc minus mhc", "value").split(" ± ")
     assert abs(float(gap)) < float(half)  # "ends where `mhc` does"
 
+    adamw, muon = ({mode: lines[1.0] for mode, (_, lines) in tables.judged(name)[0].items()}
+                   for name in ("adamw", "muon"))  # fmt: skip
+    found = stats.differences(adamw["nag"], adamw["prenorm"])
+    assert len(found) == 8 and max(found) < 0  # "with every seed"
+    for mode in ("nag", "prenorm"):  # "With Muon both end lower still"
+        assert max(stats.losses_of(muon[mode])) < min(stats.losses_of(adamw[mode]))
+    assert tables.number("adamw", "nag", "after Holm") == "better"
+
     lines = tables.lead_lines("tokens")
     half = "prenorm at half the rate"
     for name, steps in (("prenorm", 4000), (half, 8000), (half, 16000)):
