@@ -39,7 +39,7 @@ from operator import itemgetter
 import stats
 import study
 import torch
-from stats import gap_at, gap_of, losses_of, minus, paired, plus_minus, verdict
+from stats import gap_at, gap_of, losses_of, minus, plus_minus, verdict
 from study import ROOT
 
 import plot
@@ -265,12 +265,13 @@ def compare(mode, choice, lines, theirs, ratios):
         if math.inf in each:
             count = f"{each.count(math.inf)} of {len(each)}"
             return found | {"diverged": f"{count} runs of {who} diverged"}
-    gap = paired(ours, others)
+    gaps = minus(ours, others)
+    gap = stats.interval(gaps)
     found |= {"loss": statistics.mean(ours), "steps": gap}
     at_rates = [gap_of(lines, theirs[name]) for name in ("half", "twice") if name in theirs]
     if any(each and verdict([each]) != verdict([gap]) for each in at_rates):
         found["doubts"].append("fragile")
-    if stats.signed_rank_verdict(minus(ours, others)) not in (None, verdict([gap])):
+    if stats.signed_rank_verdict(gaps) not in (None, verdict([gap])):
         found["doubts"].append("outlier")
     wanted = {1.0, *lengths({mode: ratios})} & theirs.keys()
     n = min(n, *(len(theirs[length]) for length in wanted))

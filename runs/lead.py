@@ -124,7 +124,7 @@ def selected(plan):
     return {name: changes[name] for name in (*bases, *wanted)}, axis, some, rates_around
 
 
-def runs_of(changes, axis, values, rates_around, lines_of, optimizer="muon", seeds=SEEDS):
+def runs_of(changes, axis, values, rates_around, lines_of, optimizer="muon"):
     """{(name, value): [the settings of each seed]}. lines_of: study.run, or one that only reads."""
     judged = SCALE | {"optimizer": optimizer}
 
@@ -132,7 +132,7 @@ def runs_of(changes, axis, values, rates_around, lines_of, optimizer="muon", see
         name, value = pair
         scale = judged | {axis: value}
         own = tuned(name, changes[name], scale, judged, rates_around, lines_of)
-        return [judge.settings(scale, own["residual"], own, seed) for seed in seeds]
+        return [judge.settings(scale, own["residual"], own, seed) for seed in SEEDS]
 
     pairs = [(name, value) for value in values for name in changes]
     with ThreadPoolExecutor(len(study.devices())) as pool:

@@ -51,9 +51,9 @@ def scale_of(optimizer):
     return study.parse([judge.SCALE, f"--optimizer={optimizer}"])
 
 
-def with_most_seeds(optimizer, lines_of):
-    """lines_of(number of seeds), for the most seeds that have finished, or None."""
-    for n in SEEDS[optimizer]:
+def with_most_seeds(numbers, lines_of):
+    """lines_of(number of seeds), for the first of these numbers that has finished, or None."""
+    for n in numbers:
         with suppress(NotFinished):
             return lines_of(n)
 
@@ -67,7 +67,7 @@ def judged(optimizer="muon"):
     scale, lines_of = scale_of(optimizer), partial(find, "judge")
     trained = {}
     for mode in RESIDUALS:
-        found = with_most_seeds(optimizer, partial(judge.train, scale, mode, lines_of))
+        found = with_most_seeds(SEEDS[optimizer], partial(judge.train, scale, mode, lines_of))
         if found:
             trained[mode] = found
     ratios = study.race("judge", judge.timed(scale, trained), measure=False)
@@ -80,7 +80,7 @@ def judged(optimizer="muon"):
     for name, other in {**own, **judge.other_rates(choice)}.items():
         length = name if name in lengths else 1.0
         runs = partial(judge.of_seeds, scale, BASELINE, other, length=length)
-        found = with_most_seeds(optimizer, lambda n, runs=runs: lines_of(runs(n)))
+        found = with_most_seeds(SEEDS[optimizer], lambda n, runs=runs: lines_of(runs(n)))
         if found:
             lines[name] = found
     return trained, ratios
@@ -152,10 +152,14 @@ def lead_lines(what, optimizer="muon"):
     """{(name, value): the lines of its seeds} of what has finished of a plan of runs/lead.py."""
     changes, axis, values, rates_around = lead.PLANS[what]
     found = {}
-    for name, value, n in product(changes, values, (3, len(lead.SEEDS))):
-        plan = {name: changes[name]}, axis, [value], rates_around, find, optimizer, lead.SEEDS[:n]
-        with suppress(NotFinished):
-            found[name, value] = find("lead", lead.runs_of(*plan)[name, value])
+    for at in product(changes, values):
+        name, value = at
+        plan = {name: changes[name]}, axis, [value], rates_around, find, optimizer
+        with suppress(NotFinished):  # not tuned yet
+            runs = lead.runs_of(*plan)[at]
+            lines = with_most_seeds((len(runs), 3), lambda n, runs=runs: find("lead", runs[:n]))
+            if lines:
+                found[at] = lines
     return found
 
 
