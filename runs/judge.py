@@ -274,11 +274,10 @@ def compare(mode, choice, lines, theirs, ratios):
     if stats.signed_rank_verdict(gaps) not in (None, verdict([gap])):
         found["doubts"].append("outlier")
     wanted = {1.0, *lengths({mode: ratios})} & theirs.keys()
-    n = min(n, *(len(theirs[length]) for length in wanted))
-    by_length = {length: losses_of(theirs[length][:n]) for length in wanted}
+    by_length = {length: losses_of(theirs[length]) for length in wanted}
     by_length = {length: each for length, each in by_length.items() if math.inf not in each}
     if min(by_length) <= ratios[0] and ratios[-1] <= max(by_length):
-        found["times"] = [gap_at(ratio, ours[:n], by_length) for ratio in ratios]
+        found["times"] = [gap_at(ratio, ours, by_length) for ratio in ratios]
     return found
 
 

@@ -111,8 +111,13 @@ def slope(by_x):
 
 
 def gap_at(length, losses, by_length):
-    """The paired interval from other runs, interpolated at a length. by_length: {length: losses}"""
-    return paired(losses, losses_at(length, by_length))
+    """The interval of the differences from other runs, interpolated at a length.
+
+    by_length: {length: losses}. Seeds that only one side has do not count.
+    """
+    theirs = losses_at(length, by_length)
+    n = min(len(losses), len(theirs))
+    return paired(losses[:n], theirs[:n])
 
 
 def losses_at(length, by_length):
@@ -137,7 +142,12 @@ def at_length(length, losses):
 
 
 def verdict(intervals):
-    """The verdict on all intervals (difference, half its width): undecided if they disagree."""
+    """The verdict on all intervals (difference, half its width).
+
+    It is undecided if they disagree, or if one of them is None because a run diverged.
+    """
+    if None in intervals:
+        return "undecided"
     words = set()
     for difference, half in intervals:
         decided = "better" if difference < 0 else "worse"
@@ -146,4 +156,4 @@ def verdict(intervals):
 
 
 def plus_minus(interval):
-    return "{:+.4f} ± {:.4f}".format(*interval)
+    return "{:+.4f} ± {:.4f}".format(*interval) if interval else "diverged"

@@ -104,10 +104,10 @@ def verdicts(optimizer):
     return [*judge.HEAD[:5], "after Holm", *judge.HEAD[5:]], rows
 
 
-def modes():
-    """The same with Muon, and the baseline with half and twice its learning rate."""
-    head, (first, *rows) = verdicts("muon")
-    lines = judged()[0][BASELINE][1]
+def modes(optimizer="muon"):
+    """The same, and the baseline with half and twice its learning rate."""
+    head, (first, *rows) = verdicts(optimizer)
+    lines = judged(optimizer)[0][BASELINE][1]
     others = []
     for name in lines.keys() & {"half", "twice"}:
         theirs = lines[name]
@@ -172,8 +172,7 @@ def lead_times(what):
 def lengths():
     """Differences from pre-norm after fewer and more steps."""
     found, changes = lead_lines("tokens"), lead.PLANS["tokens"][0]
-    losses = {at: losses_of(lines) for at, lines in found.items()}
-    theirs = {steps: of for (name, steps), of in losses.items() if name == BASELINE}
+    theirs = {steps: losses_of(of) for (name, steps), of in found.items() if name == BASELINE}
     one = judged()[0][BASELINE][1][1.0][0]
     per_step = one["tokens"] / one["steps"] / one["params"]
     head = ("mode", "steps", "bytes per parameter", "at equal steps")
@@ -182,13 +181,13 @@ def lengths():
     for name, steps, _, gap in lead.rows(found, changes):
         if changes[name] is not None:
             continue
-        ours = losses[name, steps]
-        others = [losses[rate, steps] for rate in lead.OTHER_RATES if (rate, steps) in losses]
-        gaps = [gap, *(paired(ours, other) for other in others)]
+        ours = found[name, steps]
+        others = [found[rate, steps] for rate in lead.OTHER_RATES if (rate, steps) in found]
+        gaps = [gap, *(gap_of(ours, other) for other in others)]
         words = (plus_minus(gap), ", ".join(map(plus_minus, gaps[1:])), verdict(gaps))
         times = [steps * ratio for ratio in judged()[1][name]]
         known = min(theirs) <= min(times) and max(times) <= max(theirs)
-        at_time = [stats.gap_at(time, ours, theirs) for time in times] if known else []
+        at_time = [stats.gap_at(time, losses_of(ours), theirs) for time in times] if known else []
         rows.append((name, f"{steps:,}", f"{steps * per_step:.1f}", *words, *decided(at_time)))
     return (*head, "at equal time", "verdict at equal time"), rows
 
@@ -200,11 +199,11 @@ def depths():
         trained, of = judged(optimizer)[0], lead_lines("blocks", optimizer)
         of = of | {(name, 8): lines[1.0] for name, (_, lines) in trained.items()}
         known = [n for n in blocks if {(mode, n), (BASELINE, n)} <= of.keys()]
-        gaps = {n: differences(of[mode, n], of[BASELINE, n]) for n in known}
-        cells = [plus_minus(stats.interval(gaps[n])) if n in gaps else "" for n in blocks]
+        pairs = {n: (of[mode, n], of[BASELINE, n]) for n in known}
+        cells = [plus_minus(gap_of(*pairs[n])) if n in pairs else "" for n in blocks]
+        gaps = {math.log2(n): differences(*pair) for n, pair in pairs.items() if gap_of(*pair)}
         if len(gaps) > 1:
-            growth = stats.slope({math.log2(n): gap for n, gap in gaps.items()})
-            rows.append((mode, optimizer, *cells, *decided([growth])))
+            rows.append((mode, optimizer, *cells, *decided([stats.slope(gaps)])))
     return ("mode", "optimizer", *(f"{n} blocks" for n in blocks), "when doubled", "verdict"), rows
 
 
@@ -438,7 +437,7 @@ def speed():
 TABLES = {
     "modes": modes, "lengths": lengths, "depths": depths, "parts": parts, "mixtures": mixtures,
     "inside": inside, "earlier": earlier, "speed": speed,
-    "adamw": lambda: verdicts("adamw"),
+    "adamw": partial(modes, "adamw"),
     "recipe": lambda: (recipe.HEAD, [*recipe.rows(find, measure=False)]),
     "conversion": conversion,
     "facts": lambda: (("fact", "value"), [*judge_facts(), *lead_facts(), *other_facts()]),

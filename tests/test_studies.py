@@ -288,7 +288,12 @@ def test_seeds_that_only_one_side_has_do_not_count():
     lines = lambda *losses: [{"loss": loss} for loss in losses]
     gap = stats.gap_of(lines(1.0, 2.0, 9.0), lines(0.5, 1.0))
     assert gap == stats.paired([1.0, 2.0], [0.5, 1.0])
-    assert stats.gap_of(lines(1.0, None), lines(0.5, None)) is None
+    by_length = {1: [0.5, 1.0], 2: [0.4, 0.8, 0.7]}
+    assert stats.gap_at(1, [1.0, 2.0, 9.0], by_length) == gap
+
+    diverged = stats.gap_of(lines(1.0, None), lines(0.5, None))
+    assert stats.plus_minus(diverged) == "diverged"
+    assert stats.verdict([diverged, (-1.0, 0.1)]) == "undecided"
 
 
 def test_the_second_opinion_is_the_signed_rank_test():
