@@ -19,7 +19,11 @@ Differs from the paper and its release:
 - tanh and 1 / sqrt(v + eps) are float32 here; the release casts both to bfloat16.
 - Not here: the release's learned corrections, gamma^2 in (3), a measured variance in the first
   blocks, and a kappa that depends on depth, all optional there.
-- The norm before the head is an RMSNorm unless bhyt_lambda has a third value above 0.
+- The output projections start scaled; the release starts all linears plain (init_out).
+- The norm before the head is an RMSNorm unless bhyt_lambda has a third value above 0. The release's
+  script for full fine-tuning gives lambdas (2, 1, 3), so it may have a bounded tanh there.
+- The release fine-tunes for 15 epochs of LIMA and picks a checkpoint by the loss on other tasks;
+  config/sft_lima.py trains for about 3 epochs and keeps the last.
 - A lam that is not learned is frozen; the release still trains it. As there, (3) detaches lam.
 - bhyt_unit is ours. gamma starts at kappa / lam, so that the first outputs have a variance near 1,
   like those of RMSNorm. W_V then reads gamma * tanh: c = |diag(gamma) W_V W_O|_F^2 / (T d).    (6)

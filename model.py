@@ -64,7 +64,7 @@ class GPTConfig:
     attn_bias: str | None = None  # biases in the attention: none, qkv or all; None: as bias says
     dropout: float = 0.0  # on the embedding, the attention weights and every sublayer's output
     init: str = "kaiming"  # linears: normal, kaiming (gain of the activation), xavier or uniform
-    init_scale: float = 0.05  # std of the embedding and of normal; bound of uniform
+    init_scale: float = 0.05  # std of normal, bound of uniform; and where these two are None
     embed_scale: float | None = 0.8  # std of the embedding; None: init_scale
     head_scale: float | None = 0.001  # std of a head that is not tied; None: init_scale
     init_out: str | None = None  # output projections: scaled, plain or zero; None: mode's default
@@ -79,9 +79,9 @@ class GPTConfig:
     nag_orthogonal: bool = True  # nag: remove the part of an update along the stream
     nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: a constant
     nag_first_logits: float | None = 0.75  # nag: std of initial logits; None: logits / d
-    hc_streams: int = 4  # hc, mhc: number of streams
-    mhc_start: str = "prenorm"  # mhc: where the maps start: prenorm, paper or deepseek
-    attnres_size: int | None = None  # attnres_block: sublayers a block; None: for 8 blocks
+    hc_streams: int = 4  # hc, mhc, ihc: number of streams
+    mhc_start: str = "prenorm"  # mhc, ihc: first maps: prenorm, paper or deepseek
+    attnres_size: int | None = None  # attnres_block: sublayers a block; None: at most 8 blocks
     moe_experts: int = 0  # experts in place of each MLP; 0: one MLP
     moe_top_k: int = 2  # moe: experts per token
     moe_shared: int = 0  # moe: width of an expert that all tokens use; 0: none
@@ -204,9 +204,10 @@ def matmul_flops(modules):
     total = 0
     for m in modules:
         share = m.k / m.E if isinstance(m, moe.MoE) else 1
-        for p in m.parameters(recurse=False):
+        uses = getattr(m, "uses", {})  # products of a token with each matrix, if not one
+        for name, p in m.named_parameters(recurse=False):
             passes = 3 if p.requires_grad else 2  # forward, gradients of inputs, of weights
-            total += 2 * passes * share * p.numel() if p.ndim >= 2 else 0
+            total += 2 * passes * share * uses.get(name, 1) * p.numel() if p.ndim >= 2 else 0
     return total
 
 

@@ -21,8 +21,11 @@ A sublayer rotates a token by the angle atan(a), and by atan(alpha_l) at most.
 Differs from the paper:
 - (6) divides by the measured rms of r + a u, so that r cannot drift in low precision.
 - (5) clamps the mixture away from 0, where the power has an infinite gradient.
-- g_dec is initialised so that the first logits have std nag_first_logits at any depth.
-- s and all statistics are float32. r has the dtype of the stream, which may be bfloat16.
+- e in (1) also has the embeddings of earlier tokens, if smear is above 0.
+- g_dec is initialised so that the first logits have std nag_first_logits at any depth, if there is
+  no alpha_warmup_iters.
+- s and all statistics are float32, but not <w_c, r>, which is a matrix product like others. r has
+  the dtype of the stream, which may be bfloat16.
 """
 
 import math

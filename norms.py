@@ -201,7 +201,10 @@ class NoEnds(nn.Module):
         return stream.x, head
 
     def additive(self, stream):
-        """(B, T, C) in float32: what the final norm would read if the model ended here."""
+        """(B, T, C) in float32: what the final norm would read if the model ended here.
+
+        For x0mix, without the subtraction of Eq. 11.
+        """
         return upcast(stream.x)
 
     def weights(self, stream):

@@ -247,6 +247,7 @@ class HC(Connections):
         self.a = nn.Parameter(torch.empty(self.n, self.n + 2))
         self.w = nn.Parameter(torch.empty(self.n + 2, config.n_embd))
         self.s = nn.Parameter(torch.empty(2))
+        self.uses = {"w": self.n, "a": 0}  # for model.matmul_flops: every stream is multiplied by W
 
     @staticmethod
     def init_sublayers(block, config):
