@@ -52,6 +52,18 @@ def colour(mode):
     return COLOURS.get(mode) or [*COLOURS.values()][sum(map(ord, mode)) % len(COLOURS)]
 
 
+def canvas(width, height, font=10):
+    """(pyplot, figure, axes) of a new figure that is drawn to a file, the same on every run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "residual", "font.size": font})
+    matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+    import matplotlib.pyplot as plt
+
+    return plt, *plt.subplots(figsize=(width, height), layout="constrained")
+
+
 # ------------------------------------------------------------------------------------------------
 # Logs
 
@@ -317,11 +329,6 @@ def differences(path, rows, baseline):
     Limits cover every interval that ends within 3 times the median end. The others become arrows,
     so that a bad design does not hide the differences between good ones.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     gaps = [gap for _, *both in rows for gap in both if gap]
     edge = 3 * statistics.median(abs(middle) + half for middle, half in gaps)
     inside = [gap for gap in gaps if sum(gap) <= edge]
@@ -329,8 +336,7 @@ def differences(path, rows, baseline):
     right = edge if len(inside) < len(gaps) else max([0.0, *map(sum, inside)])
     margin = 0.04 * (right - left) or 0.001
 
-    plt.rcParams["font.size"] = 15
-    fig, axes = plt.subplots(figsize=(11, 2 + 0.42 * len(rows)), layout="constrained")
+    plt, fig, axes = canvas(11, 2 + 0.42 * len(rows), font=15)
     names, *kinds = zip(*rows)
     labels = ("at equal steps", "at equal time")
     for label, style, shift, of_kind in zip(labels, ("C0o", "C1s"), (-0.16, 0.16), kinds):
@@ -354,6 +360,25 @@ def differences(path, rows, baseline):
     plt.close(fig)
 
 
+def leads(path, curves, label):
+    """Draw intervals against the number of blocks. curves: {name: {blocks: (middle, half)}}"""
+    plt, fig, axes = canvas(7, 4)
+    for i, (name, curve) in enumerate(curves.items()):
+        blocks = sorted(curve)
+        middles, halves = zip(*(curve[n] for n in blocks))
+        apart = 1.03 ** (i - (len(curves) - 1) / 2)  # so that the bars do not overlap
+        places = [n * apart for n in blocks]
+        axes.errorbar(places, middles, yerr=halves, fmt="o-", capsize=3, label=name)
+    axes.axhline(0, color="0.4", lw=1)
+    ticks = sorted(set().union(*curves.values()))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, map(str, ticks))
+    axes.set(xlabel="blocks", ylabel=label)
+    axes.legend(frameon=False)
+    fig.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(fig)
+
+
 FIGURES = {
     "loss": partial(losses_against, key="tokens", unit=1e6, label="million tokens"),
     "flops": partial(losses_against, key="flops", unit=1e12, label="training TFLOPs"),
@@ -366,19 +391,12 @@ FIGURES = {
 
 
 def main(figure, out, *runs):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "residual", "font.size": 10})
-    matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
-    import matplotlib.pyplot as plt
-
     if figure not in FIGURES:
         figures = ", ".join(FIGURES)
         raise SystemExit(f"plot.py: there is no figure {figure!r}: choose one of {figures}")
     if figure != "speed":
         refuse_mixed_data(runs)
-    fig, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    plt, fig, axes = canvas(7, 4)
     FIGURES[figure](axes, runs)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[1]:

@@ -1,5 +1,5 @@
 """
-Fill the marked tables and numbers of the pages in PAGES from results/, and draw README's figure.
+Fill the marked tables and numbers of the pages in PAGES from results/, and draw both figures.
 
     python runs/tables.py
 
@@ -31,12 +31,15 @@ import study
 from stats import differences, gap_of, losses_of, minus, paired, plus_minus, verdict
 from study import ROOT, NotFinished, find, read
 
+import plot
 from model import RESIDUALS
 
 RESULTS = ROOT / "results"
 PAGES = ("RESULTS.md", "results/more.md", "README.md")
 SEEDS = {"muon": (judge.seeds, 5), "adamw": (judge.seeds, 3)}  # the most that a mode's runs have
 BASELINE = judge.baseline
+DEPTHS = (4, 8, 16, 32)
+OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
 
 
 def load(name):
@@ -192,19 +195,36 @@ def lengths():
     return (*head, "at equal time", "verdict at equal time"), rows
 
 
-def depths():
-    """Losses minus pre-norm's by the number of blocks, and their change when it doubles."""
-    blocks, rows = (4, 8, 16, 32), []
-    for optimizer, mode in product(("muon", "adamw"), ("nag", "ihc")):
+@cache
+def by_depth():
+    """{(mode, optimizer): {number of blocks: lines of the mode, lines of pre-norm}}"""
+    found = {}
+    for optimizer, mode in product(OPTIMIZERS, ("nag", "ihc")):
         trained, of = judged(optimizer)[0], lead_lines("blocks", optimizer)
         of = of | {(name, 8): lines[1.0] for name, (_, lines) in trained.items()}
-        known = [n for n in blocks if {(mode, n), (BASELINE, n)} <= of.keys()]
-        pairs = {n: (of[mode, n], of[BASELINE, n]) for n in known}
-        cells = [plus_minus(gap_of(*pairs[n])) if n in pairs else "" for n in blocks]
+        known = [n for n in DEPTHS if {(mode, n), (BASELINE, n)} <= of.keys()]
+        if len(known) > 1:
+            found[mode, optimizer] = {n: (of[mode, n], of[BASELINE, n]) for n in known}
+    return found
+
+
+def curves_by_depth():
+    """{name: {number of blocks: interval}} for the figure."""
+    return {
+        f"{mode}, {OPTIMIZERS[optimizer]}": {n: gap_of(*pair) for n, pair in pairs.items()}
+        for (mode, optimizer), pairs in by_depth().items()
+    }
+
+
+def depths():
+    """Losses minus pre-norm's by the number of blocks, and their change when it doubles."""
+    rows = []
+    for name, pairs in by_depth().items():
+        cells = [plus_minus(gap_of(*pairs[n])) if n in pairs else "" for n in DEPTHS]
         gaps = {math.log2(n): differences(*pair) for n, pair in pairs.items() if gap_of(*pair)}
-        if len(gaps) > 1:
-            rows.append((mode, optimizer, *cells, *decided([stats.slope(gaps)])))
-    return ("mode", "optimizer", *(f"{n} blocks" for n in blocks), "when doubled", "verdict"), rows
+        growth = [stats.slope(gaps)] if len(gaps) > 1 else []
+        rows.append((*name, *cells, *decided(growth)))
+    return ("mode", "optimizer", *(f"{n} blocks" for n in DEPTHS), "when doubled", "verdict"), rows
 
 
 def parts():
@@ -493,3 +513,4 @@ if __name__ == "__main__":
         (ROOT / page).write_text(text)
     readme = (ROOT / "README.md").read_text()
     judge.draw(RESULTS / "modes.png", compared(), names_in_words(readme))
+    plot.leads(RESULTS / "depth.png", curves_by_depth(), "validation loss minus pre-norm's")

@@ -15,6 +15,7 @@ import study
 import tables
 import torch
 
+import plot
 from model import GPT, RESIDUALS, GPTConfig
 from test_all import HERE, cases
 
@@ -282,6 +283,14 @@ def test_the_slope_over_depth_is_that_of_each_seed():
     by_x = {x: (0.1 * x + torch.randn(6)).tolist() for x in (2, 3, 5)}
     slopes = [np.polyfit([*by_x], of_seed, 1)[0] for of_seed in zip(*by_x.values())]
     assert stats.slope(by_x) == pytest.approx(stats.interval(slopes))
+
+
+def test_the_figure_of_leads_by_depth_repeats_byte_by_byte(tmp_path):
+    curves = {"a": {4: (0.1, 0.02), 16: (-0.1, 0.03)}, "b": {8: (0.0, 0.01)}}
+    first, again = tmp_path / "first.png", tmp_path / "again.png"
+    for path in (first, again):
+        plot.leads(path, curves, "difference")
+    assert first.read_bytes() == again.read_bytes()
 
 
 def test_seeds_that_only_one_side_has_do_not_count():
