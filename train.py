@@ -205,6 +205,13 @@ def open_data():
     return *lora.open_splits(sft_data, folder, meta, T), val, meta
 
 
+tokens_per_step, sequences, micro_steps = divide_batch()
+train_windows, val_windows, pretraining, meta = open_data()
+data_sha256 = {"train": train_windows.sha256, "val": val_windows.sha256}
+if going_on and saved.get("data", data_sha256) != data_sha256:
+    hashes = f"{saved['data']}, {data_sha256}"
+    fail(f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {hashes}")
+
 torch.manual_seed(seed)
 adapters = None if saved is None else saved.get("lora")
 try:
@@ -222,12 +229,6 @@ model.loss_chunk, model.recompute = loss_chunk, recompute
 recipe = {"weight_decay": 0.0, "warmup_iters": 20} | RESIDUALS[config.residual].recipe
 weight_decay = recipe["weight_decay"] if weight_decay is None else weight_decay
 warmup_iters = recipe["warmup_iters"] if warmup_iters is None else warmup_iters
-tokens_per_step, sequences, micro_steps = divide_batch()
-train_windows, val_windows, pretraining, meta = open_data()
-data_sha256 = {"train": train_windows.sha256, "val": val_windows.sha256}
-if going_on and saved.get("data", data_sha256) != data_sha256:
-    hashes = f"{saved['data']}, {data_sha256}"
-    fail(f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {hashes}")
 if local_rank == 0 and sft_data is None:
     train_windows.verify()  # in the background: a shard that has changed ends the run
 loader = Loader(train_windows, sequences, micro_steps, seed, rank, world, device)
