@@ -633,6 +633,9 @@ def test_sentences_written_by_hand_agree_with_the_results():
     for mode in ("nag", "prenorm"):  # "With Muon both end lower still"
         assert max(stats.losses_of(muon[mode])) < min(stats.losses_of(adamw[mode]))
     assert tables.number("adamw", "nag", "after Holm") == "better"
+    assert tables.number("adamw", "nag", "verdict") == "better"  # not fragile
+    for rate in ("half", "twice"):
+        assert tables.number("adamw", f"prenorm at {rate} its rate", "verdict") == "worse"
 
     lines = tables.lead_lines("tokens")
     half = "prenorm at half the rate"
