@@ -198,6 +198,21 @@ def means_by(group, **values):
 
 
 @torch.no_grad()
+def copying(model, ids, rows=32):
+    """Mean loss of random tokens [the first time, when they repeat]. ids: draw from these tokens.
+
+    A model that has learned to copy from its context predicts the repetition.
+    """
+    half = model.config.block_size // 2
+    known, generator = ids.unique(), torch.Generator().manual_seed(0)
+    choice = torch.randint(len(known), (rows, half), generator=generator)
+    x = known[choice.to(ids.device)].repeat(1, 2)
+    logp = model(x)[0][:, :-1].float().log_softmax(-1)
+    loss = -logp.gather(-1, x[:, 1:, None])[..., 0]
+    return [float(part.mean()) for part in (loss[:, : half - 1], loss[:, half:])]
+
+
+@torch.no_grad()
 def leak(model):
     """How far logits move if only later tokens change, over the logits' std.
 

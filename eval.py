@@ -207,6 +207,7 @@ def show_depth(report):
         correlation = "none, all norms are equal" if value is None else f"{value:+.3f}"
         print(f"correlation of the last {name}: {correlation}")
     print(f"calibration error {report['calibration error']:.4f}")
+    print("random tokens: loss {:.3f}, when they repeat {:.3f}".format(*report["copying"]))
 
 
 def show_skipping(report):
@@ -286,6 +287,7 @@ def answers(parts, model, rows, encoding):
         report = depth.depth(model, batches)
         report["dropped"] = depth.dropped(model, batches)
         report["gradient"] = depth.gradients(model, *batches[0])
+        report["copying"] = depth.copying(model, torch.cat([x.flatten() for x, _ in batches]))
         show_depth(report)
         yield "depth", report
     if "mod" in parts:

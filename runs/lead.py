@@ -171,7 +171,8 @@ def main():
         print(study.race("lead", {name: of_seeds[0] for (name, _), of_seeds in runs.items()}))
         return
     runs = runs_of(changes, *rest, study.run, optimizer)
-    found = iter(study.run("lead", [each for of_seeds in runs.values() for each in of_seeds]))
+    of_all = [each for of_seeds in runs.values() for each in of_seeds]
+    found = iter(study.run("lead", of_all, judge.LOOK))
     lines = {at: [next(found) for _ in SEEDS] for at in runs}
     for name, value, loss, gap in rows(lines, changes):
         print(f"{name} {value}: {result_of(loss, gap)} from {base_of(changes, name)}")

@@ -54,7 +54,7 @@ MOD = ("--what=mod", "--depth_tokens=16384")  # of a mixture of depths: how many
 ROUNDS, STEPS = 45, 4  # rounds per race, and steps of each run per round
 # keys of eval.json that a line keeps
 DEPTH = ("norm", "rotation", "from embedding", "update", "max/rms", "kurtosis", "sink", "dropped")
-DEPTH += ("a", "norm and entropy", "norm and loss")
+DEPTH += ("a", "norm and entropy", "norm and loss", "copying")
 
 
 def parse(argv):
