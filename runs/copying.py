@@ -8,9 +8,9 @@ the loss of random tokens the first time and when they repeat. runs/lead.py meas
 A model copies if the repetition costs less than COPIES times the first time.
 """
 
-import judge
 import lead
 import study
+from judge import LOOK
 
 COPIES = 0.75
 
@@ -23,19 +23,12 @@ def copies(line):
     return again < COPIES * first
 
 
-def runs(lines_of):
-    """{mode: the settings of each seed}"""
-    changes = dict.fromkeys(("prenorm", "nag"))
-    found = lead.runs_of(changes, "max_iters", [4000], (1.0,), lines_of)
-    return {name: of_seeds[:3] for (name, _), of_seeds in found.items()}
-
-
 def lines(lines_of):
     """{mode: the line of each seed}"""
-    return {
-        name: lines_of("copying", of_seeds, judge.LOOK)
-        for name, of_seeds in runs(lines_of).items()
-    }
+    changes = dict.fromkeys(("prenorm", "nag"))
+    plan = lead.runs_of(changes, "max_iters", [4000], (1.0,), lines_of)
+    found = lines_of("copying", [run for of_seeds in plan.values() for run in of_seeds[:3]], LOOK)
+    return {name: found[3 * i : 3 * i + 3] for i, (name, _) in enumerate(plan)}
 
 
 if __name__ == "__main__":

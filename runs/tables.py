@@ -23,6 +23,7 @@ from functools import cache, partial
 from itertools import product
 from statistics import mean, median, stdev
 
+import copying
 import judge
 import lead
 import recipe
@@ -225,6 +226,23 @@ def depths():
         growth = [stats.slope(gaps)] if len(gaps) > 1 else []
         rows.append((*name, *cells, *decided(growth)))
     return ("mode", "optimizer", *(f"{n} blocks" for n in DEPTHS), "when doubled", "verdict"), rows
+
+
+def copiers():
+    """How many seeds learn to copy, and the loss of those that do and of those that do not."""
+    groups = {(name, "muon", 8): lines for name, lines in copying.lines(find).items()}
+    for optimizer in OPTIMIZERS:
+        for (name, blocks), lines in lead_lines("blocks", optimizer).items():
+            groups[name, optimizer, blocks] = lines
+    rows = []
+    for group, lines in groups.items():
+        known = [line for line in lines if copying.copies(line) is not None]
+        sides = [[line["loss"] for line in known if copying.copies(line) == it] for it in (1, 0)]
+        if known:
+            cells = (f"{mean(losses):.4f}" if losses else "" for losses in sides)
+            rows.append((*group, f"{len(sides[0])} of {len(known)}", *cells))
+    head = ("mode", "optimizer", "blocks", "seeds that copy", "their loss", "loss of the others")
+    return head, rows
 
 
 def parts():
@@ -455,8 +473,8 @@ def speed():
 # The pages
 
 TABLES = {
-    "modes": modes, "lengths": lengths, "depths": depths, "parts": parts, "mixtures": mixtures,
-    "inside": inside, "earlier": earlier, "speed": speed,
+    "modes": modes, "lengths": lengths, "depths": depths, "copying": copiers, "parts": parts,
+    "mixtures": mixtures, "inside": inside, "earlier": earlier, "speed": speed,
     "adamw": partial(modes, "adamw"),
     "recipe": lambda: (recipe.HEAD, [*recipe.rows(find, measure=False)]),
     "conversion": conversion,
