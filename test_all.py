@@ -2274,6 +2274,23 @@ def test_logits_that_are_not_finite_count_as_a_leak_and_equal_ones_do_not():
     assert depth.leak(model) == math.inf
 
 
+class Copier(torch.nn.Module):
+    """Sure that each token is followed by what followed it half a window ago."""
+
+    config = GPTConfig(block_size=32, vocab_size=64)
+
+    def forward(self, x):
+        known = F.pad(x, (15, 0), value=0)[:, : x.size(1)]  # at t: token t - 15
+        return 50.0 * F.one_hot(known, 64), None
+
+
+def test_copying_tells_a_model_that_copies_from_one_that_does_not():
+    first, again = depth.copying(Copier(), torch.arange(64))
+    assert first > 40 and again < 1e-6
+    first, again = depth.copying(tiny().eval(), some_ids())
+    assert first == pytest.approx(again, rel=0.02)
+
+
 def test_eval_tells_who_skips_and_dials_the_rate(data, runs, monkeypatch, capsys):
     seen, real, tokens = [], mod.calibrate, dict(depth_tokens=8000, eval_tokens=8000, batch_size=64)
     report = evaluated(runs / "d", "mod,loss", prompt="import os", **tokens)
