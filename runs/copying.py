@@ -1,39 +1,68 @@
 """
-Which models learn to copy from their context, and what is a seed worth that does not?
+When does a model learn to copy from its context, and which models never do?
 
     python runs/copying.py
 
-Trains pre-norm and NAG again as in the study of lengths (8 blocks, Muon, 4,000 steps), and measures
-the loss of random tokens the first time and when they repeat. runs/lead.py measures its own runs.
-A model copies if the repetition costs less than COPIES times the first time.
+Trains models at the judge's scale, with its settings, and measures a checkpoint every EVERY steps:
+the loss of random characters the first time and when they repeat. Seeds 1 and 2 are those of the
+judge, 11 to 13 those of runs/lead.py. A model copies once the repetition costs less than COPIES
+times the first time. Finished runs are in results/copying.jsonl, and are not repeated.
 """
 
-import lead
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import judge
 import study
-from judge import LOOK
+import torch
 
+import depth
+from checkpoint import load_model
+
+EVERY = 100
 COPIES = 0.75
+RUNS = [("prenorm", seed) for seed in (11, 12, 13, 1, 2)]
+RUNS += [(mode, seed) for seed in (12, 1, 2) for mode in ("nag", "ihc", "attnres")]
 
 
-def copies(line):
-    """Whether the model of a line copies; None if that was not measured."""
-    if "copying" not in line.get("depth", {}):
-        return None
-    first, again = line["depth"]["copying"]
-    return again < COPIES * first
+def settings_of(mode, seed):
+    scale = study.parse([judge.SCALE])
+    choice = judge.tune(scale, mode, lambda runs: study.find("judge", runs))
+    return judge.settings(scale, mode, choice, seed)
 
 
-def lines(lines_of):
-    """{mode: the line of each seed}"""
-    changes = dict.fromkeys(("prenorm", "nag"))
-    plan = lead.runs_of(changes, "max_iters", [4000], (1.0,), lines_of)
-    found = lines_of("copying", [run for of_seeds in plan.values() for run in of_seeds[:3]], LOOK)
-    return {name: found[3 * i : 3 * i + 3] for i, (name, _) in enumerate(plan)}
+def measured(settings, folder):
+    """[[step, loss of random characters, loss when they repeat]] of each checkpoint in folder."""
+    characters, found = torch.arange(32, 127), []
+    for path in sorted(folder.glob("ckpt_??????.pt")):
+        state, model = load_model(str(path))
+        found.append([state["step"], *study.short(depth.copying(model.eval(), characters))])
+    return found
+
+
+def train(mode, seed):
+    settings = settings_of(mode, seed)
+    name = study.name_of({"key": study.key(settings)} | study.place(settings))
+    if name in study.finished("copying"):
+        return
+    folder = study.ROOT / "out" / "study" / f"copying-{mode}-{seed}"
+    device = study.free_devices().get()
+    how = {"keep_interval": EVERY, "save_interval": EVERY}
+    line = {"key": name[0], "settings": study.changed(settings)}
+    line |= study.train(settings | how, device, folder, ()) | study.place(settings)
+    line["copying"] = measured(settings, folder)
+    study.free_devices().put(device)
+    study.append("copying", line)
+    study.say(f"{mode} seed {seed}: loss {line['loss']:.3f}, copies after {onset(line)} steps")
+    shutil.rmtree(folder)
+
+
+def onset(line):
+    """The first measured step at which a model copies, or None."""
+    steps = (step for step, first, again in line["copying"] if again < COPIES * first)
+    return next(steps, None)
 
 
 if __name__ == "__main__":
-    for name, of_seeds in lines(study.run).items():
-        for line in of_seeds:
-            first, again = line["depth"]["copying"]
-            print(f"{name} seed {line['settings']['seed']}: loss {line['loss']:.3f}, "
-                  f"random tokens {first:.2f}, repeated {again:.2f}")  # fmt: skip
+    with ThreadPoolExecutor(len(study.devices())) as pool:
+        list(pool.map(lambda run: train(*run), RUNS))

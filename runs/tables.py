@@ -229,20 +229,18 @@ def depths():
 
 
 def copiers():
-    """How many seeds learn to copy, and the loss of those that do and of those that do not."""
-    groups = {(name, "muon", 8): lines for name, lines in copying.lines(find).items()}
-    for optimizer in OPTIMIZERS:
-        for (name, blocks), lines in lead_lines("blocks", optimizer).items():
-            groups[name, optimizer, blocks] = lines
+    """When the model of each seed starts to copy, and the losses at the end."""
+    found = {}
+    for line in read("copying"):
+        found.setdefault(line["settings"].get("residual", BASELINE), []).append(line)
     rows = []
-    for group, lines in groups.items():
-        known = [line for line in lines if copying.copies(line) is not None]
-        sides = [[line["loss"] for line in known if copying.copies(line) == it] for it in (1, 0)]
-        if known:
-            cells = (f"{mean(losses):.4f}" if losses else "" for losses in sides)
-            rows.append((*group, f"{len(sides[0])} of {len(known)}", *cells))
-    head = ("mode", "optimizer", "blocks", "seeds that copy", "their loss", "loss of the others")
-    return head, rows
+    for mode, lines in found.items():
+        lines = sorted(lines, key=lambda line: line["settings"]["seed"])
+        cells = ([line["settings"]["seed"] for line in lines], map(copying.onset, lines))
+        losses = [f"{line['loss']:.3f}" for line in lines]
+        again = [f"{line['copying'][-1][2]:.2f}" for line in lines]
+        rows.append((mode, *(", ".join(map(str, cell)) for cell in (*cells, again, losses))))
+    return ("mode", "seeds", "copies after steps", "repeated characters", "loss"), rows
 
 
 def parts():
