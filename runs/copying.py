@@ -4,9 +4,10 @@ When does a model learn to copy from its context, and which models never do?
     python runs/copying.py
 
 Trains models at the judge's scale, with its settings, and measures a checkpoint every EVERY steps:
-the loss of random characters the first time and when they repeat. Seeds 1 and 2 are those of the
-judge, 11 to 13 those of runs/lead.py. A model copies once the repetition costs less than COPIES
-times the first time. Finished runs are in results/copying.jsonl, and are not repeated.
+the loss of random characters the first time and when they repeat. A model copies once the
+repetition costs less than COPIES times the first time. Seeds 1 and 2 are those of the judge, 11 to
+13 those of runs/lead.py; models of 4 blocks with AdamW take the seeds that tune. Finished runs are
+in results/copying.jsonl, and are not repeated.
 """
 
 import shutil
@@ -23,10 +24,15 @@ EVERY = 100
 COPIES = 0.75
 RUNS = [("prenorm", seed) for seed in (11, 12, 13, 1, 2)]
 RUNS += [(mode, seed) for seed in (12, 1, 2) for mode in ("nag", "ihc", "attnres")]
+SHALLOW = {"prenorm": 0.004, "nag": 0.016}  # also 4 blocks with AdamW: their best rates for seed 0
+RUNS += [(mode, seed, rate) for seed in judge.TUNING for mode, rate in SHALLOW.items()]
 
 
-def settings_of(mode, seed):
+def settings_of(mode, seed, shallow_rate=None):
     scale = study.parse([judge.SCALE])
+    if shallow_rate is not None:
+        changes = {"n_layer": 4, "optimizer": "adamw"}
+        return judge.settings(scale | changes, mode, {"learning_rate": shallow_rate}, seed)
     choice = judge.tune(scale, mode, lambda runs: study.find("judge", runs))
     return judge.settings(scale, mode, choice, seed)
 
@@ -40,12 +46,12 @@ def measured(settings, folder):
     return found
 
 
-def train(mode, seed):
-    settings = settings_of(mode, seed)
+def train(mode, seed, *shallow_rate):
+    settings = settings_of(mode, seed, *shallow_rate)
     name = study.name_of({"key": study.key(settings)} | study.place(settings))
     if name in study.finished("copying"):
         return
-    folder = study.ROOT / "out" / "study" / f"copying-{mode}-{seed}"
+    folder = study.ROOT / "out" / "study" / f"copying-{name[0]}"
     device = study.free_devices().get()
     how = {"keep_interval": EVERY, "save_interval": EVERY}
     line = {"key": name[0], "settings": study.changed(settings)}

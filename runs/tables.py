@@ -232,15 +232,25 @@ def copiers():
     """When the model of each seed starts to copy, and the losses at the end."""
     found = {}
     for line in read("copying"):
-        found.setdefault(line["settings"].get("residual", BASELINE), []).append(line)
+        full = study.DEFAULTS | line["settings"]
+        group = full["residual"], OPTIMIZERS[full["optimizer"]], full["n_layer"]
+        found.setdefault(group, []).append(line)
     rows = []
-    for mode, lines in found.items():
+    for group, lines in sorted(found.items(), key=lambda each: each[0][1:]):
         lines = sorted(lines, key=lambda line: line["settings"]["seed"])
         cells = ([line["settings"]["seed"] for line in lines], map(copying.onset, lines))
         losses = [f"{line['loss']:.3f}" for line in lines]
         again = [f"{line['copying'][-1][2]:.2f}" for line in lines]
-        rows.append((mode, *(", ".join(map(str, cell)) for cell in (*cells, again, losses))))
-    return ("mode", "seeds", "copies after steps", "repeated characters", "loss"), rows
+        rows.append((*group, *(", ".join(map(str, cell)) for cell in (*cells, again, losses))))
+    return (
+        "mode",
+        "optimizer",
+        "blocks",
+        "seeds",
+        "copies after steps",
+        "repeated characters",
+        "loss",
+    ), rows
 
 
 def parts():
