@@ -253,6 +253,20 @@ def copiers():
     ), rows
 
 
+def early():
+    """The training loss minus pre-norm's during training, with the seeds of the judge."""
+    rows, steps = [], (100, 400, 700, 1000, 1500, 2000, 3000, 4000)
+    for optimizer, mode in product(OPTIMIZERS, ("nag", "ihc", "mhc", "attnres")):
+        trained = judged(optimizer)[0]
+        if mode not in trained:
+            continue
+        ours, theirs = ([dict(line["curve"]) for line in trained[name][1][1.0]]
+                        for name in (mode, BASELINE))  # fmt: skip
+        gaps = ([a[step] - b[step] for a, b in zip(ours, theirs)] for step in steps)
+        rows.append((mode, OPTIMIZERS[optimizer], *(f"{mean(gap):+.3f}" for gap in gaps)))
+    return ("mode", "optimizer", *(f"step {step:,}" for step in steps)), rows
+
+
 def parts():
     """NAG and BHyT with one part changed."""
     rows = []
@@ -481,8 +495,8 @@ def speed():
 # The pages
 
 TABLES = {
-    "modes": modes, "lengths": lengths, "depths": depths, "copying": copiers, "parts": parts,
-    "mixtures": mixtures, "inside": inside, "earlier": earlier, "speed": speed,
+    "modes": modes, "lengths": lengths, "depths": depths, "copying": copiers, "early": early,
+    "parts": parts, "mixtures": mixtures, "inside": inside, "earlier": earlier, "speed": speed,
     "adamw": partial(modes, "adamw"),
     "recipe": lambda: (recipe.HEAD, [*recipe.rows(find, measure=False)]),
     "conversion": conversion,
