@@ -238,7 +238,8 @@ def copiers():
     rows = []
     for group, lines in sorted(found.items(), key=lambda each: each[0][1:]):
         lines = sorted(lines, key=lambda line: line["settings"]["seed"])
-        cells = ([line["settings"]["seed"] for line in lines], map(copying.onset, lines))
+        onsets = [copying.onset(line) or "never" for line in lines]
+        cells = ([line["settings"]["seed"] for line in lines], onsets)
         losses = [f"{line['loss']:.3f}" for line in lines]
         again = [f"{line['copying'][-1][2]:.2f}" for line in lines]
         rows.append((*group, *(", ".join(map(str, cell)) for cell in (*cells, again, losses))))

@@ -7,6 +7,7 @@ import statistics
 import sys
 from types import SimpleNamespace
 
+import copying
 import judge
 import lead
 import pytest
@@ -636,6 +637,18 @@ def test_sentences_written_by_hand_agree_with_the_results():
     assert tables.number("adamw", "nag", "verdict") == "better"  # not fragile
     for rate in ("half", "twice"):
         assert tables.number("adamw", f"prenorm at {rate} its rate", "verdict") == "worse"
+
+    for _, _, *gaps in tables.early()[1]:
+        first, last = gaps[:4], gaps[-1]  # up to 1,000 steps, and 4,000
+        assert min(map(float, gaps)) == min(map(float, first)) < 4 * float(last)  # "they shrink"
+    onsets = {}
+    for line in study.read("copying"):
+        full = study.DEFAULTS | line["settings"]
+        if full["optimizer"] == "muon":
+            onsets.setdefault(full["seed"], {})[full["residual"]] = copying.onset(line)
+    for of_mode in onsets.values():  # "500 to 700 steps later"
+        theirs = of_mode.pop("prenorm")
+        assert all(500 <= theirs - ours <= 700 for ours in of_mode.values())
 
     lines = tables.lead_lines("tokens")
     half = "prenorm at half the rate"
