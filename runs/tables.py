@@ -231,40 +231,37 @@ def depths():
 def copiers():
     """When the model of each seed starts to copy, and the losses at the end."""
     found = {}
-    for line in read("copying"):
+    for line in sorted(read("copying"), key=lambda line: line["settings"]["seed"]):
         full = study.DEFAULTS | line["settings"]
-        group = full["residual"], OPTIMIZERS[full["optimizer"]], full["n_layer"]
+        group = (full["optimizer"], full["n_layer"], full["residual"], full["learning_rate"])
         found.setdefault(group, []).append(line)
     rows = []
-    for group, lines in sorted(found.items(), key=lambda each: each[0][1:]):
-        lines = sorted(lines, key=lambda line: line["settings"]["seed"])
-        onsets = [copying.onset(line) or "never" for line in lines]
-        cells = ([line["settings"]["seed"] for line in lines], onsets)
-        losses = [f"{line['loss']:.3f}" for line in lines]
-        again = [f"{line['copying'][-1][2]:.2f}" for line in lines]
-        rows.append((*group, *(", ".join(map(str, cell)) for cell in (*cells, again, losses))))
-    return (
-        "mode",
-        "optimizer",
-        "blocks",
-        "seeds",
-        "copies after steps",
-        "repeated characters",
-        "loss",
-    ), rows
+    for (optimizer, blocks, mode, rate), lines in sorted(found.items()):
+        columns = (
+            [line["settings"]["seed"] for line in lines],
+            [copying.onset(line) or "never" for line in lines],
+            [f"{line['copying'][-1][2]:.2f}" for line in lines],
+            [f"{line['loss']:.3f}" for line in lines],
+        )
+        cells = (", ".join(map(str, column)) for column in columns)
+        rows.append((mode, OPTIMIZERS[optimizer], blocks, f"{rate:g}", *cells))
+    head = ("mode", "optimizer", "blocks", "rate", "seeds", "copies after steps")
+    return (*head, "repeated characters", "loss"), rows
 
 
 def early():
     """The training loss minus pre-norm's during training, with the seeds of the judge."""
     rows, steps = [], (100, 400, 700, 1000, 1500, 2000, 3000, 4000)
-    for optimizer, mode in product(OPTIMIZERS, ("nag", "ihc", "mhc", "attnres")):
+    modes = ("nag", "ihc", "mhc", "attnres", "hc", "attnres_block")
+    for optimizer in OPTIMIZERS:
         trained = judged(optimizer)[0]
-        if mode not in trained:
-            continue
-        ours, theirs = ([dict(line["curve"]) for line in trained[name][1][1.0]]
-                        for name in (mode, BASELINE))  # fmt: skip
-        gaps = ([a[step] - b[step] for a, b in zip(ours, theirs)] for step in steps)
-        rows.append((mode, OPTIMIZERS[optimizer], *(f"{mean(gap):+.3f}" for gap in gaps)))
+        theirs = trained[BASELINE][1]
+        found = {mode: trained[mode][1][1.0] for mode in modes if mode in trained}
+        found[f"{BASELINE} at half its rate"] = theirs["half"]
+        for name, ours in found.items():
+            curves = [[dict(line["curve"]) for line in lines] for lines in (ours, theirs[1.0])]
+            gaps = ([a[step] - b[step] for a, b in zip(*curves)] for step in steps)
+            rows.append((name, OPTIMIZERS[optimizer], *(f"{mean(gap):+.3f}" for gap in gaps)))
     return ("mode", "optimizer", *(f"step {step:,}" for step in steps)), rows
 
 
