@@ -53,15 +53,14 @@ def colour(mode):
 
 
 def canvas(width, height, font=10):
-    """(pyplot, figure, axes) of a new figure that is drawn to a file, the same on every run."""
+    """(figure, axes) to draw to a file, the same on every run."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
     matplotlib.rcParams.update({"svg.hashsalt": "residual", "font.size": font})
     matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
-    import matplotlib.pyplot as plt
-
-    return plt, *plt.subplots(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -336,7 +335,7 @@ def differences(path, rows, baseline):
     right = edge if len(inside) < len(gaps) else max([0.0, *map(sum, inside)])
     margin = 0.04 * (right - left) or 0.001
 
-    plt, fig, axes = canvas(11, 2 + 0.42 * len(rows), font=15)
+    fig, axes = canvas(11, 2 + 0.42 * len(rows), font=15)
     names, *kinds = zip(*rows)
     labels = ("at equal steps", "at equal time")
     for label, style, shift, of_kind in zip(labels, ("C0o", "C1s"), (-0.16, 0.16), kinds):
@@ -357,12 +356,11 @@ def differences(path, rows, baseline):
     fig.legend(loc="outside upper center", ncols=2, frameon=False)
     path.parent.mkdir(exist_ok=True)
     fig.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(fig)
 
 
 def leads(path, curves, label):
     """Draw intervals against the number of blocks. curves: {name: {blocks: (middle, half)}}"""
-    plt, fig, axes = canvas(7, 4)
+    fig, axes = canvas(7, 4)
     for i, (name, curve) in enumerate(curves.items()):
         blocks = sorted(curve)
         middles, halves = zip(*(curve[n] for n in blocks))
@@ -376,7 +374,6 @@ def leads(path, curves, label):
     axes.set(xlabel="blocks", ylabel=label)
     axes.legend(frameon=False)
     fig.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(fig)
 
 
 FIGURES = {
@@ -396,7 +393,7 @@ def main(figure, out, *runs):
         raise SystemExit(f"plot.py: there is no figure {figure!r}: choose one of {figures}")
     if figure != "speed":
         refuse_mixed_data(runs)
-    plt, fig, axes = canvas(7, 4)
+    fig, axes = canvas(7, 4)
     FIGURES[figure](axes, runs)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[1]:
@@ -404,7 +401,6 @@ def main(figure, out, *runs):
     stem = os.path.splitext(out)[0]
     fig.savefig(stem + ".png", dpi=150, metadata={"Software": None})
     fig.savefig(stem + ".svg", metadata={"Date": None})
-    plt.close(fig)
     print(f"{stem}.png {stem}.svg")
 
 

@@ -3,15 +3,14 @@ When does a model learn to copy from its context, and which models never do?
 
     python runs/copying.py
 
-Trains models at the judge's scale, with its settings, and measures a checkpoint every EVERY steps:
-the loss of random characters the first time and when they repeat. A model copies once the
-repetition costs less than COPIES times the first time. Seeds 1 and 2 are those of the judge, 11 to
-13 those of runs/lead.py; models of 4 blocks with AdamW take the seeds that tune. Finished runs are
-in results/copying.jsonl, and are not repeated.
+Trains models at the judge's scale, and measures the loss of random characters every EVERY steps:
+the first time, and when they repeat. A model copies once the repetition costs less than COPIES
+times the first time. Models of 8 blocks have Muon and the judge's settings, with seeds of the
+judge (1, 2) and of runs/lead.py (11 to 13). Models of 4 blocks have AdamW and the seeds that tune.
+Finished runs are in results/copying.jsonl, and are not repeated.
 """
 
-import shutil
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import judge
 import study
@@ -34,34 +33,18 @@ RUNS += [(mode, seed, SHALLOW | {"learning_rate": RATES[mode]})
 
 def settings_of(mode, seed, changes):
     scale = study.parse([judge.SCALE])
-    choice = changes or judge.tune(scale, mode, lambda runs: study.find("judge", runs))
-    return judge.settings(scale, mode, choice, seed)
+    choice = changes or judge.tune(scale, mode, partial(study.find, "judge"))
+    kept = {"keep_interval": EVERY, "save_interval": EVERY}
+    return judge.settings(scale, mode, choice, seed) | kept
 
 
-def measured(settings, folder):
+def measured(folder):
     """[[step, loss of random characters, loss when they repeat]] of each checkpoint in folder."""
     characters, found = torch.arange(32, 127), []
     for path in sorted(folder.glob("ckpt_??????.pt")):
         state, model = load_model(str(path))
         found.append([state["step"], *study.short(depth.copying(model.eval(), characters))])
-    return found
-
-
-def train(mode, seed, changes):
-    settings = settings_of(mode, seed, changes)
-    name = study.name_of({"key": study.key(settings)} | study.place(settings))
-    if name in study.finished("copying"):
-        return
-    folder = study.ROOT / "out" / "study" / f"copying-{name[0]}"
-    device = study.free_devices().get()
-    how = {"keep_interval": EVERY, "save_interval": EVERY}
-    line = {"key": name[0], "settings": study.changed(settings)}
-    line |= study.train(settings | how, device, folder, ()) | study.place(settings)
-    line["copying"] = measured(settings, folder)
-    study.free_devices().put(device)
-    study.append("copying", line)
-    study.say(f"{mode} seed {seed}: loss {line['loss']:.3f}, copies after {onset(line)} steps")
-    shutil.rmtree(folder)
+    return {"copying": found}
 
 
 def onset(line):
@@ -71,5 +54,6 @@ def onset(line):
 
 
 if __name__ == "__main__":
-    with ThreadPoolExecutor(len(study.devices())) as pool:
-        list(pool.map(lambda run: train(*run), RUNS))
+    plan = [settings_of(*each) for each in RUNS]
+    for settings, line in zip(plan, study.run("copying", plan, measured)):
+        print(f"{study.described(settings, plan)}: copies after {onset(line)} steps")

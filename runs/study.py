@@ -195,8 +195,10 @@ def thinned(curve):
 
 
 def train(settings, device, folder, look, lock=None):
-    """Train one run, or continue it. look: arguments of eval.py, not for mixtures of depths.
+    """Train one run, or continue it.
 
+    look: arguments of eval.py, not for mixtures of depths; or a function of the run's folder, which
+    returns what to add to its line.
     lock: a locked file. The children hold it too: if only this process is killed, a second start
     waits for them.
     """
@@ -217,6 +219,8 @@ def train(settings, device, folder, look, lock=None):
     found = summary(folder)
     if found is None or (failed and found["loss"] is not None):
         raise SystemExit(f"{folder} did not finish: see the message of train.py above")
+    if callable(look):
+        return found | look(folder)
     look = MOD if settings.get("mod_on", "none") != "none" else look
     if look and found["loss"] is not None:
         if fails(EVAL, f"--out_dir={folder}", f"--device={device}", *look):
@@ -333,7 +337,7 @@ def cost(settings):
 def run(study, runs, look=(), progress=None):
     """Train the runs that have no result yet. Returns one line per run, in the order of runs.
 
-    look: arguments of eval.py. progress: the Progress of a larger plan that includes these runs.
+    look: as for train. progress: the Progress of a larger plan that includes these runs.
     """
     lines = finished(study)
     wanted = [name_of({"key": key(settings)} | place(settings)) for settings in runs]

@@ -198,22 +198,22 @@ def lengths():
 
 @cache
 def by_depth():
-    """{(mode, optimizer): {number of blocks: lines of the mode, lines of pre-norm}}"""
+    """{(mode, its optimizer in words): {blocks: (lines of the mode, lines of pre-norm)}}"""
     found = {}
     for optimizer, mode in product(OPTIMIZERS, ("nag", "ihc")):
         trained, of = judged(optimizer)[0], lead_lines("blocks", optimizer)
         of = of | {(name, 8): lines[1.0] for name, (_, lines) in trained.items()}
         known = [n for n in DEPTHS if {(mode, n), (BASELINE, n)} <= of.keys()]
         if len(known) > 1:
-            found[mode, optimizer] = {n: (of[mode, n], of[BASELINE, n]) for n in known}
+            found[mode, OPTIMIZERS[optimizer]] = {n: (of[mode, n], of[BASELINE, n]) for n in known}
     return found
 
 
 def curves_by_depth():
-    """{name: {number of blocks: interval}} for the figure."""
+    """{name: {number of blocks: interval}} for the figure, without those where a run diverged."""
     return {
-        f"{mode}, {OPTIMIZERS[optimizer]}": {n: gap_of(*pair) for n, pair in pairs.items()}
-        for (mode, optimizer), pairs in by_depth().items()
+        ", ".join(name): {n: gap for n, pair in pairs.items() if (gap := gap_of(*pair))}
+        for name, pairs in by_depth().items()
     }
 
 

@@ -420,13 +420,17 @@ def test_the_baseline_has_its_own_rate_at_the_shortest_and_the_longest_length():
 
 
 def test_the_figure_cuts_no_interval_and_hides_no_point(tmp_path, monkeypatch):
-    from matplotlib import pyplot
+    drawn = []
 
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    def canvas(*size, real=plot.canvas, **font):
+        drawn.append(real(*size, **font))
+        return drawn[-1]
+
+    monkeypatch.setattr(plot, "canvas", canvas)
     for steps, time in (((0.4, 0.1), (0.3, 0.2)), ((-0.5, 0.3), None), ((0.0, 0.0), (0.0, 0.0))):
         times = [time] * 3 if time else []
         judge.draw(tmp_path / "b.png", [{"mode": "keel", "steps": steps, "times": times}])
-        axes = pyplot.gcf().axes[0]
+        axes = drawn[-1][1]
         left, right = axes.get_xlim()
         ends = [middle + sign * half for middle, half in (steps, time or steps) for sign in (-1, 1)]
         assert left < min(0, *ends) and max(0, *ends) < right and not axes.texts
@@ -435,7 +439,7 @@ def test_the_figure_cuts_no_interval_and_hides_no_point(tmp_path, monkeypatch):
     found = [{"mode": mode, "steps": gap, "times": [gap] * 3} for mode, gap in gaps.items()]
     found.append({"mode": "lns", "steps": None, "times": []})  # it diverged
     judge.draw(tmp_path / "out" / "a.png", found, {"nag": "NAG"})
-    figure = pyplot.gcf()
+    figure, _ = drawn[-1]
     (axes,) = figure.axes
     left, right = axes.get_xlim()
     lines = [part for bars in axes.collections for part in bars.get_segments()]
