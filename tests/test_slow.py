@@ -269,9 +269,9 @@ def test_kill_9_of_everything_changes_nothing(data, tmp_path, world, shard, kill
     """The launcher is killed with its workers and started again. torch's own restarts are not used:
     workers share one store, and may read the addresses of workers that are dead."""
     one, two, rng = tmp_path / "one", tmp_path / "two", random.Random(0)
-    how = dict(shard=shard, save_interval=1, eval_interval=0, total_batch_tokens=256)
-    how |= dict(max_iters=12 * kills + 20, init_from="auto")
-    ranks(data, one, world=world, **how)
+    how = dict(shard=shard, eval_interval=0, total_batch_tokens=256, max_iters=12 * kills + 20)
+    ranks(data, one, world=world, **how)  # saves once, at its end
+    how |= dict(save_interval=1, init_from="auto")
     argv = [*TINY_RUN, f"--data_dir={data}", f"--out_dir={two}", *(f"--{k}={how[k]}" for k in how)]
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node={world} train.py"
     command, env = [sys.executable, *launcher.split(), *argv], os.environ | {"OMP_NUM_THREADS": "1"}
