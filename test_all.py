@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import glob
 import gzip
@@ -1536,6 +1537,7 @@ def ranks(data, out, world=2, sigterm_to=None, **settings):
 
 
 def one_rank(rank, world, port, sigterm_to, data, out, settings):
+    faulthandler.enable()  # where a rank was, if one crashes
     bhyt.INTERVAL = 4
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
