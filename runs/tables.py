@@ -462,7 +462,6 @@ def conversion():
 
 
 TIMES = {  # column: [(file, its part)]
-    "8 x 128": [("rivals_8x128_cpu", "train")],
     "12 x 512": [("rivals_12x512_cpu", "train"), ("streams_12x512_cpu", "train")],
     "12 x 512, context 512": [("train_12x512_cpu", "train")],
     "forward, 1B block": [("forward_1b_cpu", "forward")],
