@@ -47,10 +47,14 @@ def measured(folder):
     return {"copying": found}
 
 
+def copies(first, again):
+    """Whether a model with these losses copies."""
+    return again < COPIES * first
+
+
 def onset(line):
     """The first measured step at which a model copies, or None."""
-    steps = (step for step, first, again in line["copying"] if again < COPIES * first)
-    return next(steps, None)
+    return next((step for step, *losses in line["copying"] if copies(*losses)), None)
 
 
 if __name__ == "__main__":

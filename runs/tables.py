@@ -321,7 +321,7 @@ def mixtures():
 
 
 def lead_facts():
-    """Pairs of mixtures of depths, and runs repeated on another CPU."""
+    """Pairs of mixtures of depths, models that copy, and runs repeated on another CPU."""
     found = {name: lines for (name, _), lines in lead_lines("mod").items()}
     own = "NAG's router 0.4"
     for ours, theirs in (
@@ -332,6 +332,12 @@ def lead_facts():
         yield f"{ours} minus {theirs}", plus_minus(gap_of(found[ours], found[theirs]))
     by_seed = (at_equal_flops(found[name]) for name in (own, "nag with 5 blocks"))
     yield "NAG's router minus 5 blocks", plus_minus(paired(*by_seed))
+
+    shallow = lead_lines("blocks", "adamw")
+    for mode in (BASELINE, "nag"):
+        lines = shallow[mode, 4]
+        copy = [copying.copies(*line["depth"]["copying"]) for line in lines]
+        yield f"{mode} copies with AdamW and 4 blocks", f"{sum(copy)} of {len(copy)}"
 
     changes = [*repeated("another_cpu", "lead")]
     yield "runs on another CPU", len(changes)

@@ -642,6 +642,13 @@ def test_sentences_written_by_hand_agree_with_the_results():
     for rate in ("half", "twice"):
         assert tables.number("adamw", f"prenorm at {rate} its rate", "verdict") == "worse"
 
+    shallow = tables.lead_lines("blocks", "adamw")
+    nag, prenorm = (stats.losses_of(shallow[mode, 4]) for mode in ("nag", "prenorm"))
+    assert len(nag) == len(prenorm) == 6 and max(nag) < min(prenorm)  # "below all of pre-norm's"
+    copy = [copying.copies(*line["depth"]["copying"]) for line in shallow["prenorm", 4]]
+    by_loss = sorted(zip(prenorm, copy))
+    assert [each for _, each in by_loss] == sorted(copy, reverse=True)  # "do not end highest"
+
     for _, _, *gaps in tables.early()[1]:
         first, last = gaps[:4], gaps[-1]  # up to 1,000 steps, and 4,000
         assert min(map(float, gaps)) == min(map(float, first)) < 4 * float(last)  # "they shrink"
