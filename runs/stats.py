@@ -103,11 +103,20 @@ def gap_of(ours, theirs):
 
 
 def slope(by_x):
-    """The interval of the slope over x, from one slope for each seed. by_x: {x: values by seed}"""
+    """The interval of the slope over x of the means of independent values. by_x: {x: values}
+
+    For two x that is Welch's interval of a difference, and for more its usual extension.
+    """
     middle = statistics.mean(by_x)
     squares = sum((x - middle) ** 2 for x in by_x)
-    parts = [[(x - middle) / squares * y for y in values] for x, values in by_x.items()]
-    return interval([sum(of_seed) for of_seed in zip(*parts)])
+    found, variances = 0.0, []
+    for x, values in by_x.items():
+        weight, n = (x - middle) / squares, len(values)
+        found += weight * statistics.mean(values)
+        variances.append((weight**2 * statistics.variance(values) / n, n - 1))
+    total = sum(variance for variance, _ in variances)
+    degrees = total**2 / sum(variance**2 / n for variance, n in variances)
+    return found, float(student.ppf(0.975, degrees)) * math.sqrt(total)
 
 
 def gap_at(length, losses, by_length):

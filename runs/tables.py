@@ -223,9 +223,10 @@ def depths():
     for name, pairs in by_depth().items():
         cells = [plus_minus(gap_of(*pairs[n])) if n in pairs else "" for n in DEPTHS]
         gaps = {math.log2(n): differences(*pair) for n, pair in pairs.items() if gap_of(*pair)}
-        growth = [stats.slope(gaps)] if len(gaps) > 1 else []
-        rows.append((*name, *cells, *decided(growth)))
-    return ("mode", "optimizer", *(f"{n} blocks" for n in DEPTHS), "when doubled", "verdict"), rows
+        growth = stats.slope(gaps) if len(gaps) > 1 else None
+        lead = {"better": "grows", "worse": "shrinks"}.get(verdict([growth]), "undecided")
+        rows.append((*name, *cells, plus_minus(growth), lead))
+    return ("mode", "optimizer", *(f"{n} blocks" for n in DEPTHS), "when doubled", "the lead"), rows
 
 
 def copiers():

@@ -277,13 +277,25 @@ def test_a_rate_is_chosen_by_the_mean_of_three_seeds(place, monkeypatch):
     assert judge.tune(scale, "prenorm", lines_of)["learning_rate"] == 4e-3
 
 
-def test_the_slope_over_depth_is_that_of_each_seed():
-    import numpy as np
+def test_the_slope_of_two_groups_is_welchs_difference():
+    from scipy.stats import ttest_ind
 
+    few, many = [0.3, 0.1, 0.4], [0.5, 0.7, 0.6, 0.9, 0.6]
+    low, high = ttest_ind(many, few, equal_var=False).confidence_interval()
+    found, half = stats.slope({2: few, 4: many})
+    assert (2 * (found - half), 2 * (found + half)) == pytest.approx((low, high))
+
+
+def test_the_interval_of_a_slope_contains_it_in_95_percent():
     torch.manual_seed(0)
-    by_x = {x: (0.1 * x + torch.randn(6)).tolist() for x in (2, 3, 5)}
-    slopes = [np.polyfit([*by_x], of_seed, 1)[0] for of_seed in zip(*by_x.values())]
-    assert stats.slope(by_x) == pytest.approx(stats.interval(slopes))
+    draws = (
+        {x: (0.3 * x + x * torch.randn(n, dtype=torch.float64)).tolist()
+         for x, n in ((2, 6), (3, 8), (5, 6))}
+        for _ in range(1000)
+    )  # fmt: skip
+    found = (stats.slope(by_x) for by_x in draws)
+    inside = sum(abs(slope - 0.3) <= half for slope, half in found)
+    assert 930 <= inside <= 970
 
 
 def test_the_figure_of_leads_by_depth_repeats_byte_by_byte(tmp_path):
