@@ -654,12 +654,19 @@ def test_sentences_written_by_hand_agree_with_the_results():
     for rate in ("half", "twice"):
         assert tables.number("adamw", f"prenorm at {rate} its rate", "verdict") == "worse"
 
-    shallow = tables.lead_lines("blocks", "adamw")
+    shallow = tables.lead_lines("blocks", "adamw")  # 4 blocks, with AdamW and then with Muon
     nag, prenorm = (stats.losses_of(shallow[mode, 4]) for mode in ("nag", "prenorm"))
     assert len(nag) == len(prenorm) == 6 and max(nag) < min(prenorm)  # "below all of pre-norm's"
     copy = [copying.copies(*line["depth"]["copying"]) for line in shallow["prenorm", 4]]
     by_loss = sorted(zip(prenorm, copy))
     assert [each for _, each in by_loss] == sorted(copy, reverse=True)  # "do not end highest"
+
+    shallow = tables.lead_lines("blocks")
+    lines = shallow["nag", 4] + shallow["prenorm", 4]
+    assert all(copying.copies(*line["depth"]["copying"]) for line in lines)
+    for column in ("4 blocks", "8 blocks", "16 blocks", "when doubled"):
+        gap, half = tables.number("depths", "nag Muon", column).split(" ± ")
+        assert abs(float(gap)) < float(half)  # "neither a lead nor a change of it"
 
     for _, _, *gaps in tables.early()[1]:
         first, last = gaps[:4], gaps[-1]  # up to 1,000 steps, and 4,000
