@@ -270,7 +270,7 @@ def test_kill_9_of_everything_changes_nothing(data, tmp_path, world, shard, kill
     workers share one store, and may read the addresses of workers that are dead."""
     one, two, rng = tmp_path / "one", tmp_path / "two", random.Random(0)
     how = dict(shard=shard, eval_interval=0, total_batch_tokens=256, max_iters=12 * kills + 20)
-    ranks(data, one, world=world, **how)  # saves once, at its end
+    ranks(data, one, world=world, **how)  # saves every 30 s and at its end
     how |= dict(save_interval=1, init_from="auto")
     argv = [*TINY_RUN, f"--data_dir={data}", f"--out_dir={two}", *(f"--{k}={how[k]}" for k in how)]
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node={world} train.py"
