@@ -17,9 +17,9 @@ Measure speed and memory. Candidates run in turn in one process.
     mod         forward and training step by the share of tokens that skip, with executed FLOPs
     size        parameters, FLOPs and memory of one model: set --residual, not --modes
 
-Times are medians and quartiles over rounds. A ratio is the median, over rounds, of a candidate's
-time over the first candidate's time in the same round. It is less noisy than the ratio of the
-medians, and can differ from it.
+Times are medians and quartiles over rounds. The printed ratio divides the printed medians. The file
+has the quartiles, over rounds, of a candidate's time over the first candidate's time in the same
+round: their median is less noisy, and can differ from the printed ratio.
 """
 
 import logging

@@ -28,7 +28,7 @@ FORMAT = 4  # raise it when the content of a file or the meaning of a setting ch
 NEWEST = "ckpt.pt"
 RATES = ("learning_rate", "gate_lr", "embed_lr", "head_lr")
 FINE_TUNING = 0.1  # learning rates of all weights, as a share of those that trained the model
-# with the model except dropout; train.py also fixes the data and the tokens per step
+# fixed beside the model's settings except dropout; train.py fixes data and tokens per step
 FIXED = {"seed", "optimizer", "sft_data", "lora_rank"}
 SAVE_ERRORS = (OSError, RuntimeError)  # for example a full disk
 READ_ERRORS = (*SAVE_ERRORS, ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError)
@@ -186,7 +186,7 @@ def restore(state, optimizers):
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": kept, "param_groups": groups})
         kept.clear()
-        for entry in optimizer.state.values():  # a tensor of the file keeps it open, and on disk
+        for entry in optimizer.state.values():  # what maps the file keeps it on the disk
             entry.update({name: x.clone() for name, x in entry.items()})
 
 

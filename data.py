@@ -206,7 +206,7 @@ def token_bytes(encoding):
 
 
 def start_of_text(encoding):
-    """The token ids at the start of a text: end-of-text, unless an imported tokenizer says else."""
+    """The token ids at the start of a text: end-of-text, or those of an imported tokenizer."""
     return getattr(encoding, "start", [encoding.eot_token])
 
 

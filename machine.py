@@ -35,9 +35,9 @@ def pick_device(name, local_rank=0):
         raise SystemExit(f"device={name!r}: must be auto, cpu, mps, cuda or cuda:N")
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name.startswith("cuda") and not cuda:
-        raise SystemExit(f"device={name!r}: torch sees no CUDA device; auto takes what there is")
+        raise SystemExit(f"device={name!r}: torch sees no CUDA device: use --device=auto")
     if name == "mps" and not mps:
-        raise SystemExit("device='mps': torch sees no Apple GPU; auto takes what there is")
+        raise SystemExit("device='mps': torch sees no Apple GPU: use --device=auto")
     if name == "auto":
         name = "cuda" if cuda else "mps" if mps else "cpu"
     return torch.device(f"cuda:{local_rank}" if name == "cuda" else name)

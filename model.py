@@ -64,21 +64,21 @@ class GPTConfig:
     attn_bias: str | None = None  # biases in the attention: none, qkv or all; None: as bias says
     dropout: float = 0.0  # on the embedding, the attention weights and every sublayer's output
     init: str = "kaiming"  # linears: normal, kaiming (gain of the activation), xavier or uniform
-    init_scale: float = 0.05  # std of normal, bound of uniform; and where these two are None
+    init_scale: float = 0.05  # std of normal, bound of uniform; default of the next two
     embed_scale: float | None = 0.8  # std of the embedding; None: init_scale
     head_scale: float | None = 0.001  # std of a head that is not tied; None: init_scale
     init_out: str | None = None  # output projections: scaled, plain or zero; None: mode's default
     branch_scale: str = "one"  # factor on sublayer outputs: one, or depth for 1/sqrt(n_layer)
     dyt_alpha: tuple = (1.0, 0.5, 0.5)  # dyt: initial alpha before attention, MLP and head
-    bhyt_lambda: tuple = (2.0, 1.0, 0.0)  # bhyt: initial lambda at these places; head 0: RMSNorm
+    bhyt_lambda: tuple = (2.0, 1.0, 0.0)  # bhyt: initial lambda before the same; head 0: RMSNorm
     bhyt_learned: bool = True  # bhyt: learn lambda
     bhyt_unit: bool = False  # bhyt: initial gamma gives outputs of variance 1; False: gamma is 1
-    bhyt_context: int | None = None  # bhyt, prenorm_approx: the T of c; None: block_size
+    bhyt_context: int | None = None  # bhyt, prenorm_approx: context length T in c; None: block_size
     nag_directions: int = 32  # nag: directions of the modulator; 0: no modulator, m = 1
     nag_centre: bool = True  # nag: subtract the mean from updates
     nag_orthogonal: bool = True  # nag: remove the part of an update along the stream
     nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: a constant
-    nag_first_logits: float | None = 0.75  # nag: std of initial logits; None: logits / d
+    nag_first_logits: float | None = 0.75  # nag: std of first logits; None: exp(s) <r, w> / d
     hc_streams: int = 4  # hc, mhc, ihc: number of streams
     mhc_start: str = "prenorm"  # mhc, ihc: first maps: prenorm, paper or deepseek
     attnres_size: int | None = None  # attnres_block: sublayers a block; None: at most 8 blocks
@@ -373,9 +373,9 @@ class GPT(nn.Module):
         """Compile each block, and the readout. Equal blocks share one graph, so that the time to
         compile does not grow with depth.
 
-        Blocks that differ have graphs of their own: with and without value embeddings, by what
-        they skip, by the k of their routers, and in some modes by their place, for example where
-        each block reads another number of sources.
+        Blocks have graphs of their own if they differ in value embeddings, in what they skip, in
+        the k of their routers or, in some modes, in their place: there each block reads another
+        number of sources.
         """
         # a backward runs outside autocast, so that products in float32 have float32 gradients
         torch._functorch.config.backward_pass_autocast = "off"

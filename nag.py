@@ -124,7 +124,7 @@ class Rotation(torch.autograd.Function):
 
 
 class Project(torch.autograd.Function):
-    """r, and its products with the rows of w. The gradients of both meet in one addmm."""
+    """Returns r and its products with the rows of w. One addmm adds the gradients of both."""
 
     @staticmethod
     def forward(ctx, r, w):

@@ -208,7 +208,7 @@ class MHCEnds(HCEnds):
 
 
 class Connections(PreNorm):
-    """What hc and mhc share. A subclass has `maps`."""
+    """What hc and mhc share. A subclass defines `maps`."""
 
     decays = ("w",)  # parameters that decay: model.param_groups puts them in "maps"
     cuda_options = fusing(reads=16, operations=100)

@@ -1,4 +1,4 @@
-"""The tests: each concept against something independent. python -m pytest -q test_all.py"""
+"""The tests compare each concept with something independent. python -m pytest -q test_all.py"""
 
 import base64
 import contextlib
@@ -1887,6 +1887,7 @@ BAD_INPUT = {
         ("--total_batch_tokens=200", "do not divide over 1 ranks in sequences of 32 tokens"),
         ("--alpha_warmup_iters=9 --residual=lns", "alpha_warmup_iters=9 needs residual='nag'"),
         ("--lora_rank=4", "a trained model"), ("--head_lr=1.0", "needs tied=False"),
+        ("--gate_lr=1.0 --residual=prenorm", "has no gates"),
         ("--head_scale=1.0", "needs tied=False"), ("--smear=-1", "must be at least 0"),
         ("--bf16_stream=True", "needs dtype='bfloat16'"),
         ("--branch_from=x --init_from=y", "starts a new run"), ("--branch_from=/x", "/x: no such"),

@@ -1,7 +1,7 @@
 """
-Train a language model. Read this file from top to bottom: it is the whole story.
+Train a language model. Read this file from top to bottom.
 
-    python prepare_c4.py && python train.py                    the default: minutes on any machine
+    python prepare_c4.py && python train.py                    the default: 3 minutes on 2 cores
     python train.py config/byte_6x384.py --learning_rate=3e-3  settings: a file, then overrides
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py    one process per GPU
 """
@@ -67,7 +67,7 @@ head_lr: float | None = 0.02  # peak for a head that is not tied; None: learning
 alpha_warmup_iters = 0  # nag: steps over which its rotations grow from zero to full
 weight_decay: float | None = None  # for matrices and embeddings; None: the mode's, usually 0
 grad_clip = 1.0  # largest norm of the whole gradient; 0: no clipping
-schedule = "wsd"  # decay of the learning rate: cosine, or wsd: linear over the last wsd_share
+schedule = "wsd"  # decay of the learning rate: cosine, or wsd: constant, then linear decay
 wsd_share = 0.65  # wsd: share of the steps that decay
 warmup_iters: int | None = None  # steps of linear warm-up; None: the mode's, usually 20
 warmup_share: float | None = None  # share of all steps, in place of warmup_iters
@@ -80,7 +80,7 @@ eval_interval = 300  # steps between evaluations; 0: never
 eval_tokens: int | None = 98304  # validation tokens, spread over the split; None: all of it
 val_part = "all"  # of the validation split: all, or one half of its windows: tune or report
 log_interval = 1  # steps between log lines
-save_interval: int | None = None  # steps between saves; 0: start and end; None: saves_by_time
+save_interval: int | None = None  # steps between saves; 0: start and end; None: each 30 s or so
 keep_interval = 0  # steps between checkpoints that are kept, from step 0 on; 0: none
 save_best = False  # also keep the checkpoint with the lowest validation loss
 wandb_log = False  # send the records to wandb as well
@@ -224,6 +224,8 @@ try:
         adapters = lora.begin(model, saved, lora_rank)
 except ValueError as error:
     fail(error)
+if gate_lr is not None and not model.param_groups()["gates"]:
+    fail(f"{gate_lr=}: a model with residual={config.residual!r} has no gates")
 model.loss_chunk, model.recompute = loss_chunk, recompute
 
 recipe = {"weight_decay": 0.0, "warmup_iters": 20} | RESIDUALS[config.residual].recipe
@@ -247,7 +249,7 @@ if compile:
 net = over_ranks(model, device, world, shard)  # what the training step calls
 
 routers, experts = mod.routers(model), moe.layers(model)
-if not is_main:  # a checkpoint has the scores of all ranks: only rank 0 counts them
+if not is_main:  # a checkpoint has the sum of all ranks' scores: only rank 0 keeps it
     for router in routers:
         router.fresh.zero_()
         router.update_k()

@@ -7,8 +7,8 @@ What compiled code would move on an H100, counted on a machine without a GPU.
 
 Inductor writes the kernels for sm_90, Triton compiles all of them, and Inductor counts the bytes
 that each one reads and writes: the same numbers on every machine. A pass is one read or write of
-the stream (4, 1024, 2048). The times are bytes over bandwidth, and no kernel can beat them. This
-does not see launches, caches, cuBLAS or NCCL, and measures no time.
+the stream (4, 1024, 2048). The times are bytes over bandwidth, and no kernel can beat them. Nothing
+is measured: launches, caches, cuBLAS and NCCL are not in these numbers.
 
 Tensors are fake: they have shapes and no data. It needs g++ and `pip install triton==3.9.0`.
 """

@@ -39,7 +39,7 @@ from operator import itemgetter
 import stats
 import study
 import torch
-from stats import gap_at, gap_of, losses_of, minus, plus_minus, verdict
+from stats import gap_at, gap_of, length_of, losses_of, minus, plus_minus, verdict
 from study import ROOT
 
 import plot
@@ -251,7 +251,9 @@ def choices_at(scale, mode, choice, lines_of, lengths):
 def compare(mode, choice, lines, theirs, ratios):
     """A mode beside the baseline: a dict of mode, choice, params, ratio; n, the number of pairs;
     loss, its mean; steps, the interval at equal steps; doubts, a list of "fragile" and "outlier";
-    times, the intervals at the three ratios; diverged, a text or None.
+    worth, how many times as many steps the baseline needs for the same loss, or None if it was not
+    trained for as short or as long; times, the intervals at the three ratios; diverged, a text or
+    None.
 
     theirs: {length: lines of the baseline}. ratios: median_interval of the time ratio. At equal
     time, the baseline's loss is interpolated for each seed. times is empty if the baseline was not
@@ -260,7 +262,8 @@ def compare(mode, choice, lines, theirs, ratios):
     n = min(len(lines), len(theirs[1.0]))
     ours, others = losses_of(lines[:n]), losses_of(theirs[1.0][:n])
     found = {"mode": mode, "choice": choice, "params": lines[0]["params"], "ratio": ratios[1]}
-    found |= {"n": n, "loss": None, "steps": None, "doubts": [], "times": [], "diverged": None}
+    found |= {"n": n, "loss": None, "steps": None, "doubts": [], "worth": None, "times": []}
+    found["diverged"] = None
     for who, each in ((mode, ours), (baseline, others)):
         if math.inf in each:
             count = f"{each.count(math.inf)} of {len(each)}"
@@ -276,6 +279,7 @@ def compare(mode, choice, lines, theirs, ratios):
     wanted = {1.0, *lengths({mode: ratios})} & theirs.keys()
     by_length = {length: losses_of(theirs[length]) for length in wanted}
     by_length = {length: each for length, each in by_length.items() if math.inf not in each}
+    found["worth"] = length_of(ours, by_length)
     if min(by_length) <= ratios[0] and ratios[-1] <= max(by_length):
         found["times"] = [gap_at(ratio, ours, by_length) for ratio in ratios]
     return found
@@ -289,7 +293,7 @@ def compared(trained, ratios):
 
 
 HEAD = ("mode", "parameters", "loss", "at equal steps", "verdict")
-HEAD += ("step time", "at equal time", "verdict at equal time", "tuned settings")
+HEAD += ("worth in steps", "step time", "at equal time", "verdict at equal time", "tuned settings")
 
 
 def cells(found):
@@ -300,17 +304,18 @@ def cells(found):
     row = (found["mode"], f"{found['params']:,}")
     ratio, tuned = f"{found['ratio']:.2f}", study.written(found["choice"])
     if found["diverged"]:
-        return [*row, "", found["diverged"], "", ratio, "", "", tuned]
+        return [*row, "", found["diverged"], "", "", ratio, "", "", tuned]
     at_time = "no baseline run this short or long", ""
     if found["times"]:
         at_time = plus_minus(found["times"][1]), verdict(found["times"])
     at_steps = plus_minus(found["steps"]), ", ".join([verdict([found["steps"]]), *found["doubts"]])
-    return [*row, f"{found['loss']:.4f}", *at_steps, ratio, *at_time, tuned]
+    worth = f"{found['worth']:.2f}" if found["worth"] else ""
+    return [*row, f"{found['loss']:.4f}", *at_steps, worth, ratio, *at_time, tuned]
 
 
 def cells_of_baseline(choice, lines):
     params, loss = lines[1.0][0]["params"], statistics.mean(losses_of(lines[1.0]))
-    row = [baseline, f"{params:,}", f"{loss:.4f}", "", "the baseline", "1.00"]
+    row = [baseline, f"{params:,}", f"{loss:.4f}", "", "the baseline", "1.00", "1.00"]
     return [*row, "", "", study.written(choice)]
 
 

@@ -5,6 +5,7 @@ import statistics
 from itertools import accumulate, combinations_with_replacement
 
 try:
+    from scipy.optimize import brentq
     from scipy.stats import t as student
 except ImportError:
     raise SystemExit("the studies in runs/ need scipy: pip install scipy")
@@ -133,6 +134,13 @@ def losses_at(length, by_length):
     """The loss of each seed, interpolated at a length. by_length: {length: losses}"""
     curves = [dict(zip(by_length, of_seed)) for of_seed in zip(*by_length.values())]
     return [at_length(length, curve) for curve in curves]
+
+
+def length_of(losses, by_length):
+    """The length at which the other runs reach the mean of losses. None: beyond those trained."""
+    gap = lambda length: gap_at(length, losses, by_length)[0]
+    low, high = min(by_length), max(by_length)
+    return brentq(gap, low, high) if gap(low) <= 0 <= gap(high) else None
 
 
 def at_length(length, losses):

@@ -101,11 +101,12 @@ def verdicts(optimizer):
     """The judge's table with the baseline and the verdicts after Holm's correction."""
     decidable = [each for each in compared(optimizer) if each["steps"]]
     corrected = stats.holm({each["mode"]: (each["steps"], each["n"]) for each in decidable})
-    rows = [judge.cells_of_baseline(*judged(optimizer)[0][BASELINE])]
-    rows += map(judge.cells, compared(optimizer))
-    for row in rows:
+    choice, lines = judged(optimizer)[0][BASELINE]
+    rows = [judge.cells_of_baseline(choice, lines), *map(judge.cells, compared(optimizer))]
+    numbers = [len(lines[1.0]), *(each["n"] for each in compared(optimizer))]
+    for row, row[1] in zip(rows, numbers):
         row.insert(5, corrected.get(row[0], ""))
-    return [*judge.HEAD[:5], "after Holm", *judge.HEAD[5:]], rows
+    return ["mode", "seeds", *judge.HEAD[2:5], "after Holm", *judge.HEAD[5:]], rows
 
 
 def modes(optimizer="muon"):
@@ -116,7 +117,7 @@ def modes(optimizer="muon"):
     for name in lines.keys() & {"half", "twice"}:
         theirs = lines[name]
         gap = gap_of(theirs, lines[1.0])
-        cells = f"{BASELINE} at {name} its rate", first[1], f"{mean(losses_of(theirs)):.4f}"
+        cells = f"{BASELINE} at {name} its rate", len(theirs), f"{mean(losses_of(theirs)):.4f}"
         others.append([*cells, *decided([gap]), *[""] * (len(head) - 5)])
     return head, [first, *sorted(others), *rows]
 
@@ -125,6 +126,14 @@ def decided(intervals):
     """Two cells: the middle one of some intervals, and the verdict on all. Empty without any."""
     shown = intervals[len(intervals) // 2 :][:1]
     return (*map(plus_minus, shown), verdict(intervals)) if intervals else ("", "")
+
+
+def not_paired():
+    """{mode: its verdict at equal steps from all runs of both sides, by Welch's interval}"""
+    trained = judged()[0]
+    theirs = losses_of(trained[BASELINE][1][1.0])
+    of = {each["mode"]: losses_of(trained[each["mode"]][1][1.0]) for each in compared()}
+    return {mode: verdict([stats.slope({0: theirs, 1: ours})]) for mode, ours in of.items()}
 
 
 def judge_facts():
@@ -143,6 +152,8 @@ def judge_facts():
     yield "median half-width", f"{median(half_widths):.4f}"
     able = [stats.detectable(half, each["n"]) for half, each in zip(half_widths, decidable)]
     yield "difference to be found", f"{median(able):.3f}"
+    for word in ("better", "worse", "undecided"):
+        yield f"not paired: {word}", sum(each == word for each in not_paired().values())
     ihc, mhc = (judged()[0][mode][1][1.0] for mode in ("ihc", "mhc"))
     yield "ihc minus mhc", plus_minus(gap_of(ihc, mhc))
 
@@ -224,9 +235,8 @@ def depths():
         cells = [plus_minus(gap_of(*pairs[n])) if n in pairs else "" for n in DEPTHS]
         gaps = {math.log2(n): differences(*pair) for n, pair in pairs.items() if gap_of(*pair)}
         growth = stats.slope(gaps) if len(gaps) > 1 else None
-        lead = {"better": "grows", "worse": "shrinks"}.get(verdict([growth]), "undecided")
-        rows.append((*name, *cells, plus_minus(growth), lead))
-    return ("mode", "optimizer", *(f"{n} blocks" for n in DEPTHS), "when doubled", "the lead"), rows
+        rows.append((*name, *cells, plus_minus(growth)))
+    return ("mode", "optimizer", *(f"{n} blocks" for n in DEPTHS), "when doubled"), rows
 
 
 def copiers():
@@ -250,17 +260,30 @@ def copiers():
     return (*head, "repeated characters", "loss"), rows
 
 
+def of_tuning_seeds(mode, rate):
+    choice = judge.with_rate(judged()[0][mode][0], rate)
+    scale = scale_of("muon")
+    return find("judge", [judge.settings(scale, mode, choice, seed) for seed in judge.TUNING])
+
+
 def early():
-    """The training loss minus pre-norm's during training, with the seeds of the judge."""
+    """The training loss minus pre-norm's during training, with the seeds of the judge.
+
+    With pre-norm's rate, of a mode that has another: with the seeds that tune.
+    """
     rows, steps = [], (100, 400, 700, 1000, 1500, 2000, 3000, 4000)
     modes = ("nag", "ihc", "mhc", "attnres", "hc", "attnres_block")
     for optimizer in OPTIMIZERS:
         trained = judged(optimizer)[0]
-        theirs = trained[BASELINE][1]
-        found = {mode: trained[mode][1][1.0] for mode in modes if mode in trained}
-        found[f"{BASELINE} at half its rate"] = theirs["half"]
-        for name, ours in found.items():
-            curves = [[dict(line["curve"]) for line in lines] for lines in (ours, theirs[1.0])]
+        choice, theirs = trained[BASELINE]
+        pairs = {mode: (trained[mode][1][1.0], theirs[1.0]) for mode in modes if mode in trained}
+        pairs[f"{BASELINE} at half its rate"] = theirs["half"], theirs[1.0]
+
+        for mode in ("nag", "ihc") if optimizer == "muon" else ():
+            both = (of_tuning_seeds(name, choice["learning_rate"]) for name in (mode, BASELINE))
+            pairs[f"{mode} at {BASELINE}'s rate"] = tuple(both)
+        for name, pair in pairs.items():
+            curves = [[dict(line["curve"]) for line in lines] for lines in pair]
             gaps = ([a[step] - b[step] for a, b in zip(*curves)] for step in steps)
             rows.append((name, OPTIMIZERS[optimizer], *(f"{mean(gap):+.3f}" for gap in gaps)))
     return ("mode", "optimizer", *(f"step {step:,}" for step in steps)), rows
@@ -290,16 +313,22 @@ def mean_of(lines, key):
     return mean(line[key] for line in lines)
 
 
-def at_equal_flops(lines):
-    """{seed: loss minus the loss of a NAG without skipping, at equal FLOPs}
-
-    The loss of that NAG is interpolated between lengths.
-    """
+@cache
+def dense():
+    """{steps: lines of a NAG without skipping}"""
     tokens = lead_lines("tokens").items()
-    dense = {steps: of for (name, steps), of in tokens if name == "nag" and steps >= 2000}
-    steps = mean_of(lines, "flops") / mean(line["flops"] / line["steps"] for line in dense[4000])
-    by_length = {steps: losses_of(of) for steps, of in dense.items()}
+    return {steps: of for (name, steps), of in tokens if name == "nag" and steps >= 2000}
+
+
+def minus_dense(lines, steps):
+    """The losses minus those of a NAG without skipping, interpolated at this number of steps."""
+    by_length = {steps: losses_of(of) for steps, of in dense().items()}
     return minus(losses_of(lines), stats.losses_at(steps, by_length))
+
+
+def at_equal_flops(lines):
+    of_step = mean(line["flops"] / line["steps"] for line in dense()[4000])
+    return minus_dense(lines, mean_of(lines, "flops") / of_step)
 
 
 def mixtures():
@@ -312,13 +341,17 @@ def mixtures():
             continue
         skipped = f"{mean_of(lines, 'skipped'):.1%}" if "router" in name else ""
         flops = f"{mean_of(lines, 'flops') / mean_of(found[base, steps], 'flops'):.2f}"
-        time = f"{times[name][1]:.2f}" if base == "nag" and name in times else ""
-        at_flops = [stats.interval(at_equal_flops(lines))] if base == "nag" else []
-        cells = (name, skipped, flops, time, f"{loss:.4f}")
-        rows.append((*cells, *decided([gap]), *decided(at_flops)))
-    head = ("model", "skip in evaluation", "FLOPs", "step time", "loss")
-    head += ("at equal steps", "verdict", "at equal FLOPs", "verdict at equal FLOPs")
-    return head, rows
+        cells = (name, skipped, flops, f"{loss:.4f}", plus_minus(gap))
+        if base != "nag":
+            rows.append((*cells, *[""] * 5))
+            continue
+        at_flops = stats.interval(at_equal_flops(lines))
+        at_times = [stats.interval(minus_dense(lines, steps * ratio)) for ratio in times[name]]
+        time = f"{times[name][1]:.2f}"
+        rows.append((*cells, *decided([at_flops]), time, *decided(at_times)))
+    head = ("model", "skip in evaluation", "FLOPs", "loss", "at equal steps")
+    head += ("at equal FLOPs", "verdict at equal FLOPs")
+    return (*head, "step time", "at equal time", "verdict at equal time"), rows
 
 
 def lead_facts():
@@ -443,12 +476,13 @@ def other_facts():
             yield f"variance of {mode} at {rate}", f"{line['variance'][-1]:.2g}"
     forward = load("speed/forward_1b_cpu.json")["forward"]
     training = load("speed/train_12x512_cpu.json")["train"]
-    generation = load("speed/generate_12x768_cpu.json")["generate"]["128 new, 1 at once"]
+    generation = load("speed/generate_12x768_cpu.json")["generate"]
     for name, of, other in (
         ("forward", forward, "prenorm"),
         ("forward over Peri-norm's", forward, "perinorm"),
         ("training", training, "prenorm"),
-        ("generation", generation, "prenorm"),
+        ("generation of 128", generation["128 new, 1 at once"], "prenorm"),
+        ("generation of 512", generation["512 new, 1 at once"], "prenorm"),
     ):
         pairs = zip(of["bhyt"]["seconds"], of[other]["seconds"])
         low, middle, high = stats.median_interval([a / b for a, b in pairs])
