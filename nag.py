@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from norms import NoEnds, PreNorm, Stream, fusing, refuse, upcast
+from norms import NoEnds, PreNorm, Stream, embedding_std, fusing, refuse, upcast
 
 ALPHA_POWER = 0.5  # alpha of sublayer l starts at l^-ALPHA_POWER
 
@@ -212,8 +212,7 @@ def start_of_g_dec(config):
     if config.nag_lane:
         layers = range(1, 2 * config.n_layer + 1)
         turns = [m * layer**-ALPHA_POWER for layer in layers]
-        embedding = (config.embed_scale or config.init_scale) * (1 + config.smear) ** 0.5
-        s = math.log(embedding) + sum(0.5 * math.log1p(a * a) for a in turns)
+        s = math.log(embedding_std(config)) + sum(0.5 * math.log1p(a * a) for a in turns)
     return math.log(config.nag_first_logits) - s
 
 

@@ -23,12 +23,15 @@ the last stream into the hidden states that the head multiplies.
 
 Notes, and differences from the papers:
 - Norms compute their statistics in float32, whatever the dtype of the stream.
-- perinorm also normalises the embedding, as its paper does. DyT multiplies the embedding by a
-  learned scalar that starts at sqrt(C), as its release does.
+- perinorm also normalises the embedding, as its paper does.
+- DyT multiplies the embedding by a learned scalar. Its release starts it at sqrt(C), which gives
+  embeddings of std 0.02 a std near 1. Here it starts where the first stream has std 1: at sqrt(C),
+  our larger embeddings would saturate most tanh.
 - deepnorm scales the start of v, o, up, down and gate; q and k start as in the other modes.
 - DyT always has its beta, as in its release. The setting `bias` does not remove it.
 - derf has the ends of dyt, alpha from 0.5 and s from 0 everywhere.
-- keel has the ends and the plain start of post-norm, and the same formula in the first sublayer.
+- keel has the ends and the plain start of post-norm. Its first sublayer is pre-norm, and its second
+  has 1 in place of 2B, as in a public implementation; we could not read this in the paper.
 - ReZero has one a for each sublayer and a norm; the paper has one for each block and no norm.
 - x0mix comes from modded-nanogpt and nanochat (2024 to 2026), not from a paper. It starts as in
   nanochat: lambda from 1.15 to 1.05 over the blocks, mu from 0.20 to 0.05, nu = 0.2. Its norms have
@@ -232,14 +235,20 @@ class PeriEnds(FinalNorm):
         return Stream(self.norm_in(e))
 
 
+def embedding_std(config):
+    """The initial std of the embedding that `embed` of the ends gets."""
+    return (config.embed_scale or config.init_scale) * math.sqrt(1 + config.smear)
+
+
 class DyTEnds(NoEnds):
     def __init__(self, config):
         super().__init__(config)
         self.scale = nn.Parameter(torch.empty(1))
         self.norm = DyT(config.n_embd, config.dyt_alpha[2])
+        self.start = 1 / embedding_std(config)
 
     def reset_parameters(self):
-        nn.init.constant_(self.scale, math.sqrt(self.norm.gain.numel()))
+        nn.init.constant_(self.scale, self.start)
 
     def embed(self, e):
         return Stream(self.scale.to(e.dtype) * e)
@@ -412,13 +421,16 @@ class Keel(PostNorm):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.norm_in = make_norm(config)
-        self.alpha = 2 * config.n_layer
+        self.alpha = 2 * config.n_layer if layer > 2 else 1
+        if layer == 1:
+            self.norm = nn.Identity()
 
     def read(self, stream):
         return self.norm_in(stream.x), stream
 
     def write(self, stream, f, gate=1.0):
-        return stream.replace(x=self.norm(self.alpha * stream.x + gate * f))  # Eq. 14
+        x = self.alpha * upcast(stream.x) + gate * f
+        return stream.replace(x=self.norm(x).to(stream.x.dtype))  # Eq. 14
 
 
 class DeepNorm(PostNorm):
@@ -437,7 +449,8 @@ class DeepNorm(PostNorm):
             nn.init.normal_(weight, std=std * (8 * config.n_layer) ** -0.25)
 
     def write(self, stream, f, gate=1.0):
-        return stream.replace(x=self.norm(self.alpha * stream.x + gate * f))  # Eq. 7
+        x = self.alpha * upcast(stream.x) + gate * f
+        return stream.replace(x=self.norm(x).to(stream.x.dtype))  # Eq. 7
 
 
 class ReZero(PreNorm):

@@ -454,6 +454,13 @@ def x0mix_end(m, stream, W):
     return m.norm(x - m.p("nu") * (x if x_m is None else x_m)) @ W.T
 
 
+def keel_sublayer(m, x):
+    f = m.s * m.f(m.norm(x, "norm_in"))
+    if m.b == 0:
+        return x + f if "attn" in m.at else m.norm(x + f)
+    return m.norm(2 * m.c.n_layer * x + f)
+
+
 final_norm = lambda m, x, W: m.norm(x) @ W.T
 bhyt_end = lambda m, x, W: (m.bounded(x) if m.c.bhyt_lambda[2] else m.norm(x)) @ W.T
 
@@ -475,7 +482,7 @@ EQUATIONS = {
         lambda m, x: x + m.s * m.f(m.derf(x)),
         lambda m, e: m.p("scale") * e, lambda m, x, W: m.derf(x) @ W.T,
     ),
-    "keel": Equation(lambda m, x: m.norm(2 * m.c.n_layer * x + m.s * m.f(m.norm(x, "norm_in")))),
+    "keel": Equation(keel_sublayer),
     "deepnorm": Equation(lambda m, x: m.norm((2 * m.c.n_layer) ** 0.25 * x + m.s * m.f(x))),
     "rezero": Equation(lambda m, x: x + m.s * m.p("a") * m.f(m.norm(x)), end=final_norm),
     "mixln": Equation(mixln_sublayer, end=final_norm),

@@ -251,6 +251,17 @@ def test_mixln_ends_at_prenorm_and_postnorm(share, like, monkeypatch):
     assert_close(ours.hidden(some_ids())[0], expected)
 
 
+@cases("residual", ["dyt", "derf"])
+def test_bounded_functions_start_unsaturated(residual):
+    """With a scalar of sqrt(C), 80% of their outputs would be within 1% of the bounds."""
+    wide = dict(n_embd=256, vocab_size=1000, tied=False, embed_scale=0.8, smear=4)
+    model = tiny(residual=residual, **wide)
+    seen = []
+    model.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(args[0].x))
+    model(torch.randint(1000, (4, 32)))
+    assert seen[0][:, 4:].std().item() == pytest.approx(1, rel=0.05)
+
+
 def test_deepnorm_starts_as_its_paper_says():
     for changes in (dict(activation="swiglu"), dict(moe_experts=2, activation="swiglu")):
         block = tiny(residual="deepnorm", n_embd=256, n_hidden=512, **changes).blocks[0]
