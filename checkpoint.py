@@ -8,7 +8,7 @@ Checkpoints on disk: what train.py saves, and what every other script reads.
 A checkpoint is one file of tensors and plain values. Under FSDP, rank 0 gathers the tensors and
 writes the same file, so a run can resume on any number of ranks. A file takes its name only when it
 is complete on disk: an interrupted save leaves the previous checkpoint in place, and its unfinished
-.tmp is overwritten by the next save. Files are read with weights_only=True, which never runs code.
+.tmp is removed by the next save. Files are read with weights_only=True, which never runs code.
 """
 
 import glob
@@ -61,7 +61,8 @@ def copy_tokenizer(folder, to):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         path, new = os.path.join(folder, name), os.path.join(to, name)
         if os.path.exists(path) and not os.path.exists(new):
-            shutil.copyfile(path, new)
+            with atomic(new) as file, open(path, "rb") as source:
+                shutil.copyfileobj(source, file)
         elif os.path.exists(path) and file_sha256(path) != file_sha256(new):
             raise SystemExit(f"{new} belongs to another model: choose another folder")
 

@@ -6,6 +6,7 @@ them. meta.json in the same folder lists the shards with their lengths and sha25
 """
 
 import base64
+import glob
 import hashlib
 import json
 import math
@@ -14,6 +15,7 @@ import re
 import struct
 import sys
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -38,16 +40,23 @@ GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++
 
 @contextmanager
 def atomic(path):
-    """Open a temporary file for writing. It is renamed to path once it is complete on disk."""
+    """Open a temporary file for writing. It is renamed to path once it is complete on disk.
+
+    Its name is unique, so that two processes cannot mix what they write. It removes those that
+    killed processes left; if another process still writes one, the rename there fails.
+    """
+    for unfinished in glob.glob(f"{glob.escape(path)}.????????.tmp"):
+        os.remove(unfinished)
+    temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
     try:
-        with open(path + ".tmp", "wb") as file:
+        with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(path + ".tmp", path)
+        os.replace(temporary, path)
     except BaseException:
-        if os.path.exists(path + ".tmp"):
-            os.remove(path + ".tmp")
+        if os.path.exists(temporary):
+            os.remove(temporary)
         raise
 
 

@@ -511,6 +511,13 @@ CHOICES = {  # settings that must be one of some names
 }
 
 
+def numbers(values, n):
+    """Whether values are n finite numbers."""
+    return len(values) == n and all(
+        isinstance(value, (int, float)) and math.isfinite(value) for value in values
+    )
+
+
 def check(config):
     """Raise a ValueError that names the setting and says what it may be."""
     c, C, H, G = config, config.n_embd, config.n_head, config.n_kv_head or config.n_head
@@ -519,7 +526,8 @@ def check(config):
             raise ValueError(f"{name}={getattr(c, name)}: give at least 1")
     for name, choices in CHOICES.items():
         pick(dict.fromkeys(choices), getattr(c, name), name)
-    lambdas = len(c.bhyt_lambda) == 3 and min(c.bhyt_lambda[:2]) > 0
+    alphas, lambdas = (numbers(c.dyt_alpha, 3), numbers(c.bhyt_lambda, 3))
+    lambdas = lambdas and min(c.bhyt_lambda[:2]) > 0 and c.bhyt_lambda[2] >= 0
     unset = (None, GPTConfig.head_scale)
     scaling = c.rope_scaling or (1.0,)
     rising = len(scaling) == 1 or scaling[1:2] < scaling[2:3]
@@ -530,7 +538,7 @@ def check(config):
         (c.init_scale > 0, f"init_scale={c.init_scale}: must be above 0"),
         (c.embed_scale is None or c.embed_scale > 0, f"embed_scale={c.embed_scale}: above 0"),
         (c.smear >= 0, f"smear={c.smear}: must be at least 0"),
-        (c.logit_cap is None or c.logit_cap > 0, f"logit_cap={c.logit_cap}: must be above 0"),
+        (c.logit_cap is None or 0 < c.logit_cap < math.inf, f"logit_cap={c.logit_cap}: above 0"),
         (not c.tied or c.head_scale in unset, f"head_scale={c.head_scale} needs tied=False"),
         (
             not c.tied or c.embed_scale != GPTConfig.embed_scale,
@@ -554,8 +562,12 @@ def check(config):
         (c.qk_norm or not c.qk_norm_joint, "qk_norm_joint=True needs qk_norm=True"),
         (scales, f"rope_scaling={scaling!r}: give (factor,) or (factor, low, high, length)"),
         (H % G == 0, f"n_head={H} query heads do not divide over n_kv_head={G}"),
-        (len(c.dyt_alpha) == 3, f"dyt_alpha={c.dyt_alpha!r}: give three starts"),
-        (lambdas, f"bhyt_lambda={c.bhyt_lambda!r}: give three starts, the first two above 0"),
+        (alphas, f"dyt_alpha={c.dyt_alpha!r}: give three starts"),
+        (lambdas, f"bhyt_lambda={c.bhyt_lambda!r}: give three starts, two above 0, one at least 0"),
+        (c.bhyt_context is None or c.bhyt_context > 0, f"bhyt_context={c.bhyt_context}: above 0"),
+        (0 <= c.norm_eps < math.inf, f"norm_eps={c.norm_eps}: must be at least 0"),
+        (c.head_scale is None or c.head_scale >= 0, f"head_scale={c.head_scale}: at least 0"),
+        (c.moe_shared >= 0, f"moe_shared={c.moe_shared}: must be at least 0"),
         (0 <= c.mod_rate < 1, f"mod_rate={c.mod_rate}: give 0 <= rate < 1"),
         (c.mod_on == "none" or c.mod_rate > 0, f"mod_on={c.mod_on!r} needs mod_rate above 0"),
         (

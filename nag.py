@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from norms import NoEnds, PreNorm, Stream, embedding_std, fusing, refuse, upcast
+from norms import NoEnds, PreNorm, Stream, embedding_std, fusing, refuse_norm, upcast
 
 ALPHA_POWER = 0.5  # alpha of sublayer l starts at l^-ALPHA_POWER
 
@@ -146,12 +146,10 @@ class Project(torch.autograd.Function):
 class NAGEnds(NoEnds):
     def __init__(self, config):
         super().__init__(config)
-        refuse(config, "nag", norm="rms")  # NAG has no norm to choose
-        if not config.qk_norm:
-            refuse(config, "nag", norm_eps=1e-6)
+        refuse_norm(config, "nag")
         for name, least in (("nag_directions", 0), ("nag_first_logits", 1e-3)):
             value = getattr(config, name)
-            if value is not None and value < least:
+            if value is not None and not least <= value < math.inf:
                 raise ValueError(f"{name}={value}: give at least {least}")
         self.g_enc = nn.Parameter(torch.empty(1)) if config.nag_lane else None
         self.g_dec = nn.Parameter(torch.empty(1))

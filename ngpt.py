@@ -7,6 +7,7 @@ unit(x) = x / |x|. d is n_embd, D is the width of a head. The product of two vec
     weights    unit rows: embeddings, head, W_q, W_k, W_v, W_up, W_gate, whose input is the stream
                unit columns: W_o, W_down, whose output is the stream
                restored after every optimizer step, and once at the start                       (1)
+               (so init_scale, embed_scale and head_scale have no effect on them)
     sublayer   h <- unit(g + |alpha| (unit(F(h)) - g)) with g = unit(h), alpha (d,)             (2)
     attention  q <- s_qk unit(q) and k <- s_qk unit(k) for each head, after the rotation,
                and softmax(sqrt(D) q k^T) v                                                     (3)
@@ -142,9 +143,8 @@ def matrices(model):
 class NGPTEnds(NoEnds):
     def __init__(self, config):
         super().__init__(config)
-        refuse(config, "ngpt", norm="rms", init_out=None)  # Eqs. 1 and 2 remove any scale
-        if not config.qk_norm:
-            refuse(config, "ngpt", norm_eps=1e-6)
+        # Eqs. 1 and 2 remove any scale, and Eq. 3 that of the norm of queries and keys
+        refuse(config, "ngpt", norm="rms", norm_eps=1e-6, init_out=None)
         self.s_z = nn.Parameter(torch.empty(config.vocab_size))
         self.root = math.sqrt(config.n_embd)
         self.smeared = config.smear > 0

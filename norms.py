@@ -74,6 +74,13 @@ def refuse(config, residual, **only):
             raise ValueError(f"residual={residual!r} does not use {setting}: leave it at {value!r}")
 
 
+def refuse_norm(config, residual):
+    """refuse for a mode without a norm: one may be left on queries and keys, with its norm_eps."""
+    refuse(config, residual, norm="rms")
+    if not config.qk_norm:
+        refuse(config, residual, norm_eps=1e-6)
+
+
 def mlps(block):
     """The MLP of a block, or its experts and the MLP that all tokens pass if there is one."""
     shared = getattr(block.mlp, "shared", None)
@@ -404,7 +411,7 @@ class DyTResidual(PreNorm):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        refuse(config, "dyt", norm="rms")
+        refuse_norm(config, "dyt")
         self.norm = DyT(config.n_embd, config.dyt_alpha[(layer - 1) % 2])  # Eq. 6
 
 
@@ -413,7 +420,7 @@ class DerfResidual(PreNorm):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        refuse(config, "derf", norm="rms")
+        refuse_norm(config, "derf")
         self.norm = Derf(config.n_embd)  # Eq. 13
 
 

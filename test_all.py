@@ -818,14 +818,20 @@ ANY_NAME = dict(MOD, residual="prenorm", mod_router="learned", moe_experts=2)
       for r in ("dyt", "nag", "bhyt", "bhyt_exact", "prenorm_approx", "ngpt")],
     *[({name: value}, f"{name}={value}") for name, value in dict(
       n_layer=0, dropout=1.0, init_scale=0.0, rope_base=0.0, nag_directions=-1,
-      nag_first_logits=0.0).items()],
+      nag_first_logits=0.0, logit_cap=math.inf, norm_eps=-1e-6, bhyt_context=-8,
+      head_scale=-1.0).items()],
+    (dict(nag_first_logits=math.nan), "nag_first_logits=nan: give at least"),
+    (dict(moe_experts=2, moe_shared=-4), "moe_shared=-4: must be at least 0"),
     (dict(residual="prenrm"), "residual='prenrm': choose one of none, postnorm, prenorm"),
     (dict(residual="ngpt", init_out="zero"), "does not use init_out: leave it at None"),
     (dict(residual="none", branch_scale="depth"), "residual='none' does not use branch_scale"),
     (dict(norm_eps=1e-5), "'nag' does not use norm_eps"),
     (dict(n_head=3), "n_embd=32 does not divide into n_head=3 heads"), (dict(n_head=32), "even"),
     (dict(n_head=4, n_kv_head=3), "n_head=4 query heads do not divide over n_kv_head=3"),
-    (dict(dyt_alpha=(1.0,)), "three starts"),
+    (dict(dyt_alpha=(1.0,)), "three starts"), (dict(dyt_alpha=("a", 1, 1)), "three starts"),
+    (dict(residual="bhyt", bhyt_lambda=(2.0, 1.0, math.nan)), "three starts"),
+    (dict(residual="derf", norm_eps=1e-5), "'derf' does not use norm_eps"),
+    (dict(residual="ngpt", norm_eps=1e-5, qk_norm=True), "'ngpt' does not use norm_eps"),
     (dict(residual="bhyt", bhyt_lambda=(2.0, 0.0, 0.0)), "three starts"),
     (dict(moe_top_k=3), "moe_top_k needs moe_experts above 0"),
     (dict(moe_experts=2, moe_top_k=3), "moe_experts=2, moe_top_k=3"),
@@ -1658,8 +1664,8 @@ def test_stopped_and_resumed_equals_never_stopped(data, tmp_path, monkeypatch, c
     assert log_of(two).steps[-1] == step in (2, 3)
     assert f"stopped by a signal at step {step}, saved" in capsys.readouterr().out
     with open(two / "log.jsonl", "a") as log:
-        log.write('{"step": 5, "loss": 0.0}\n{"step": 6, "lo')  # torn by a crash
-    (two / "ckpt.pt.tmp").write_text("what an interrupted save left")
+        log.write('\0\0\0\n{"step": 5, "loss": 0.0}\n{"step": 6, "lo')  # torn by a crash
+    (two / "ckpt.pt.0a1b2c3d.tmp").write_text("what an interrupted save left")
     resume(two)
     assert_same_state(one, two)
     assert log_of(two).losses == log_of(one).losses and log_of(two).steps == list(range(7))
@@ -1817,7 +1823,9 @@ def test_learning_rates_and_a_budget_of_flops(data, tmp_path):
         how = ["--max_iters=20", "--learning_rate=1", "--eval_interval=0", *given.split()]
         train(data, tmp_path / given, *how)
         assert [r["lr"] for r in log_of(tmp_path / given).records] == pytest.approx(expected)
-    assert log_of(tmp_path / given).records[-1]["flops"] == 4 * step
+    run = tmp_path / given
+    assert log_of(run).records[-1]["flops"] == 4 * step
+    refuses("max_iters=50 needs flops_budget=None", resume, run, max_iters=50)
 
 
 def test_bad_steps_are_skipped_and_counted_and_too_many_stop(data, tmp_path, monkeypatch):
@@ -1895,6 +1903,7 @@ BAD_INPUT = {
         ("--alpha_warmup_iters=9 --residual=lns", "alpha_warmup_iters=9 needs residual='nag'"),
         ("--lora_rank=4", "a trained model"), ("--head_lr=1.0", "needs tied=False"),
         ("--gate_lr=1.0 --residual=prenorm", "has no gates"),
+        ("--save_best=True --eval_interval=0", "needs eval_interval above 0"),
         ("--head_scale=1.0", "needs tied=False"), ("--smear=-1", "must be at least 0"),
         ("--bf16_stream=True", "needs dtype='bfloat16'"),
         ("--branch_from=x --init_from=y", "starts a new run"), ("--branch_from=/x", "/x: no such"),
@@ -2117,6 +2126,15 @@ def test_a_damaged_file_is_refused(data, runs, tmp_path, monkeypatch, name, spoi
         refuses(why, script, "eval.py", out_dir="run")
         refuses(why, lora.main, "run/ckpt.pt", "merged.pt")
     assert set(os.listdir()) == {"data", "run"}
+
+
+def test_two_writers_of_a_file_do_not_mix(tmp_path):
+    path = tmp_path / "file"
+    with pytest.raises(FileNotFoundError), data_file.atomic(str(path)) as first:
+        first.write(b"first")
+        with data_file.atomic(str(path)) as second:
+            second.write(b"2nd")
+    assert path.read_bytes() == b"2nd" and os.listdir(tmp_path) == ["file"]
 
 
 def test_a_save_leaves_the_files_of_others_alone(data, tmp_path):

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import repeat
@@ -130,9 +131,12 @@ def check_settings():
                 fail(f"{key}={settings[key]!r}: must be {text}")
     mode = RESIDUALS.get(config.residual)  # None: GPT refuses an unknown name
     turns = mode is not None and mode.rotates
+    budget_decides = flops_budget is not None and "flops_budget" not in given  # a checkpoint's
     needs = (  # (what is asked for, whether it is possible, what it needs)
         (f"{alpha_warmup_iters=}", turns or not alpha_warmup_iters, "residual='nag'"),
         ("bf16_stream=True", dtype == "bfloat16" or not config.bf16_stream, "dtype='bfloat16'"),
+        (f"{max_iters=}", not budget_decides or "max_iters" not in given, "flops_budget=None"),
+        ("save_best=True", eval_interval > 0 or not save_best, "eval_interval above 0"),
         (f"{head_lr=}", not config.tied or given.get("head_lr") is None, "tied=False"),
         ("shard='fsdp'", world > 1 or shard != "fsdp", "several processes: use torchrun"),
         (f"{lora_rank=}", shard == "none" or not lora_rank, "shard='none'"),
@@ -361,11 +365,14 @@ def log(record):
 
 
 def cut_log():
-    """Drop the records of steps that will be repeated, and a last line truncated by a kill."""
-    lines = [line for line in open(log_path) if line.endswith("\n")]
-    kept = [line for line in lines if json.loads(line).get("step", -1) <= (step or -1)]
+    """Drop the records of steps that will be repeated, and lines damaged by a crash."""
+    kept = []
+    for line in open(log_path, "rb"):
+        with suppress(ValueError):
+            if json.loads(line).get("step", -1) <= (step or -1):
+                kept.append(line.strip() + b"\n")
     with atomic(log_path) as file:
-        file.write("".join(kept).encode())
+        file.write(b"".join(kept))
 
 
 def announce(header):

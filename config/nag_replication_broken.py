@@ -4,17 +4,16 @@ have the learning rate of the matrices and alpha has no warm-up. In the replicat
 collapsed, and NAG was 0.0355 bits per byte worse than its baseline. Run it with:
 torchrun --standalone --nproc_per_node=8 train.py config/nag_replication_broken.py
 
-Same as the replication: 64 blocks of width 640, heads of 128, normalised queries and keys, ReLU in
-the MLP, untied embedding with standard deviation 0.8, output projections that start at zero, logits
-divided by d, all gains starting at zero, Muon for the matrices. The learning rate has 40 steps of
-warm-up, is constant, and falls linearly to 5% over the last 65%.
+Same as the replication: 64 blocks of width 640, heads of 128, normalised queries and keys, ReLU
+squared in the MLP, untied embedding with standard deviation 0.8, output projections that start at
+zero, logits divided by d, all gains starting at zero, Muon for the matrices, the learning rates of
+embedding and head. The learning rate has 40 steps of warm-up, is constant, and falls linearly to 5%
+over the last 65%.
 
 Different:
-- ReLU: plain here, squared there.
 - Start of the up projection: 0.63 / sqrt(d) here, 0.4 / sqrt(d) there.
 - Start of the linears: Xavier normal here, uniform with standard deviation 1 / sqrt(d) there.
-- Learning rate: one here for embedding, head and matrices, with Muon's updates matched to AdamW's.
-  There: 0.18, 0.006 and 0.012.
+- Learning rate of the matrices: 0.004 here, with Muon's updates matched to AdamW's; 0.012 there.
 - Weight decay: 0.1 here, cautious and falling to zero there.
 - Queries and keys: multiplied by 1.2 after their norm there, not here.
 - Embedding and head: centred and scaled after each step there; here the head's rows as they are
@@ -40,7 +39,7 @@ n_head = 5
 n_embd = 640
 block_size = 1024
 vocab_size = 50304
-activation = "relu"
+activation = "relu2"
 qk_norm = True
 tied = False
 init = "xavier"
@@ -49,6 +48,8 @@ init_out = "zero"
 
 optimizer = "muon"
 learning_rate = 4e-3
+embed_lr = 0.18
+head_lr = 0.006
 min_lr = 2e-4
 warmup_iters = 40
 schedule = "wsd"
