@@ -436,8 +436,7 @@ class Keel(PostNorm):
         return self.norm_in(stream.x), stream
 
     def write(self, stream, f, gate=1.0):
-        x = self.alpha * upcast(stream.x) + gate * f
-        return stream.replace(x=self.norm(x).to(stream.x.dtype))  # Eq. 14
+        return stream.replace(x=self.norm(self.alpha * stream.x + gate * f))  # Eq. 14
 
 
 class DeepNorm(PostNorm):
@@ -456,8 +455,7 @@ class DeepNorm(PostNorm):
             nn.init.normal_(weight, std=std * (8 * config.n_layer) ** -0.25)
 
     def write(self, stream, f, gate=1.0):
-        x = self.alpha * upcast(stream.x) + gate * f
-        return stream.replace(x=self.norm(x).to(stream.x.dtype))  # Eq. 7
+        return stream.replace(x=self.norm(self.alpha * stream.x + gate * f))  # Eq. 7
 
 
 class ReZero(PreNorm):
