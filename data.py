@@ -17,7 +17,7 @@ import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice, takewhile
 from threading import Thread
@@ -46,7 +46,8 @@ def atomic(path):
     killed processes left; if another process still writes one, the rename there fails.
     """
     for unfinished in glob.glob(f"{glob.escape(path)}.????????.tmp"):
-        os.remove(unfinished)
+        with suppress(FileNotFoundError):  # another process has just renamed or removed it
+            os.remove(unfinished)
     temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -215,7 +216,7 @@ def token_bytes(encoding):
 
 
 def start_of_text(encoding):
-    """The token ids at the start of a text: end-of-text, or those of an imported tokenizer."""
+    """The token ids that start a text: end-of-text, or what an imported tokenizer puts there."""
     return getattr(encoding, "start", [encoding.eot_token])
 
 

@@ -526,7 +526,8 @@ def check(config):
             raise ValueError(f"{name}={getattr(c, name)}: give at least 1")
     for name, choices in CHOICES.items():
         pick(dict.fromkeys(choices), getattr(c, name), name)
-    alphas, lambdas = (numbers(c.dyt_alpha, 3), numbers(c.bhyt_lambda, 3))
+    alphas = numbers(c.dyt_alpha, 3)
+    lambdas = numbers(c.bhyt_lambda, 3)
     lambdas = lambdas and min(c.bhyt_lambda[:2]) > 0 and c.bhyt_lambda[2] >= 0
     unset = (None, GPTConfig.head_scale)
     scaling = c.rope_scaling or (1.0,)

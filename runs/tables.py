@@ -104,7 +104,8 @@ def verdicts(optimizer):
     choice, lines = judged(optimizer)[0][BASELINE]
     rows = [judge.cells_of_baseline(choice, lines), *map(judge.cells, compared(optimizer))]
     numbers = [len(lines[1.0]), *(each["n"] for each in compared(optimizer))]
-    for row, row[1] in zip(rows, numbers):
+    for row, n in zip(rows, numbers):
+        row[1] = n
         row.insert(5, corrected.get(row[0], ""))
     return ["mode", "seeds", *judge.HEAD[2:5], "after Holm", *judge.HEAD[5:]], rows
 
@@ -315,13 +316,13 @@ def mean_of(lines, key):
 
 @cache
 def dense():
-    """{steps: lines of a NAG without skipping}"""
+    """{steps: lines of NAG without skipping}"""
     tokens = lead_lines("tokens").items()
     return {steps: of for (name, steps), of in tokens if name == "nag" and steps >= 2000}
 
 
 def minus_dense(lines, steps):
-    """The losses minus those of a NAG without skipping, interpolated at this number of steps."""
+    """The losses minus those of NAG trained for so many steps without skipping, interpolated."""
     by_length = {steps: losses_of(of) for steps, of in dense().items()}
     return minus(losses_of(lines), stats.losses_at(steps, by_length))
 

@@ -664,7 +664,7 @@ def test_sentences_written_by_hand_agree_with_the_results():
     assert len(nag) == len(prenorm) == 6 and max(nag) < min(prenorm)  # "below all of pre-norm's"
     copy = [copying.copies(*line["depth"]["copying"]) for line in shallow["prenorm", 4]]
     by_loss = sorted(zip(prenorm, copy))
-    assert [each for _, each in by_loss] == sorted(copy, reverse=True)  # "do not end highest"
+    assert [each for _, each in by_loss] == sorted(copy, reverse=True)  # "its others end highest"
 
     shallow = tables.lead_lines("blocks")
     lines = shallow["nag", 4] + shallow["prenorm", 4]
