@@ -93,9 +93,7 @@ def compiled_step(device):
 
         # the default limits the size of the matrix
         decompose_mem_bound_mm.cpu_max_other_dimension_decomposition = sys.maxsize
-        fusions = {"post_grad_fusion_options": {"decompose_mm_pass": {}}}
-        # the code around the kernels in C++ and without asserts: it took as long as the kernels
-        options = {"options": {**fusions, "cpp_wrapper": True, "size_asserts": False}}
+        options = {"options": {"post_grad_fusion_options": {"decompose_mm_pass": {}}}}
     compiled = torch.compile(next_token, fullgraph=True, dynamic=False, **options)
     checked = False
 

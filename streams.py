@@ -92,7 +92,7 @@ class Products(torch.autograd.Function):
             sums = [dot(z, row.unbind()) for z in groups for row in rows.unbind()]
             return tuple(products.sum(-1, keepdim=True) for products in sums)
         with torch.autocast(X.device.type, enabled=False):
-            y = F.linear(upcast(X).unflatten(-1, (-1, w.size(-1))), w)
+            y = F.linear(upcast(X).unflatten(-1, (-1, w.size(-1))), upcast(w))
             return y.flatten(-2).split(1, -1)
 
     @staticmethod
@@ -105,7 +105,7 @@ class Products(torch.autograd.Function):
             groups = zip(*[iter(grads)] * len(w))
             grad_xs = [dot(g, column.unbind()) for g in groups for column in columns]
         else:
-            grad_xs = (grad @ w).flatten(-2).split(ctx.C, -1)
+            grad_xs = (grad @ upcast(w)).flatten(-2).split(ctx.C, -1)
         return grad_w.to(w.dtype), None, *(g.to(X.dtype) for g in grad_xs)
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import copy
 import dataclasses
 import faulthandler
 import functools
@@ -708,6 +709,16 @@ def test_a_bfloat16_stream_stays_bfloat16_and_changes_results_little(residual):
         b, two, _ = logits_and_gradients(high, idx, idx.roll(-1, 1))
     assert dtypes == {torch.bfloat16} and (a - b).abs().max() < 0.2 * b.std()
     assert abs(one - two) < 0.01 and all(grad.isfinite().all() for grad in grads)
+
+
+@every_mode
+def test_weights_in_bfloat16_change_results_little(residual):  # bench.py times these
+    high, idx = shaken(tiny(residual=residual)), some_ids()
+    low = copy.deepcopy(high).bfloat16()
+    a, one, grads = logits_and_gradients(low, idx, idx.roll(-1, 1))
+    b, two, _ = logits_and_gradients(high, idx, idx.roll(-1, 1))
+    assert (a - b).abs().max() < 0.2 * b.std() and abs(one - two) < 0.01 * two
+    assert all(grad.isfinite().all() for grad in grads)
 
 
 @every_mode
