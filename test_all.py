@@ -1793,7 +1793,7 @@ def test_evaluation_does_not_touch_training_and_is_the_exact_mean(data, tmp_path
 @cases("setting, like", [*((setting, None) for setting in [
     "init_from=PATH", "max_iters=5", "flops_budget=1e7", "batch_size=2", "seed=2", "min_lr=0.0",
     "total_batch_tokens=256", "optimizer=muon", "gate_lr=0.1", "learning_rate=1e-3",
-    "weight_decay=0.5", "grad_clip=0.01", "schedule=wsd", "warmup_iters=4", "warmup_share=0.5",
+    "weight_decay=0.5", "grad_clip=0.01", "schedule=wsd", "warmup_iters=4", "warmup_iters=0.5",
     "dtype=bfloat16", "alpha_warmup_iters=4", "embed_lr=0.1", "head_lr=0.1 --tied=False",
 ]), ("recompute=True --loss_chunk=50", "a"),
     ("recompute=True --loss_chunk=50 --compile=True --residual=lns", "c")])  # fmt: skip
@@ -1828,7 +1828,7 @@ def test_learning_rates_and_a_budget_of_flops(data, tmp_path):
     step = 128 * tiny(vocab_size=257).flops_per_token()
     for given, expected in (
         ("--warmup_iters=4 --min_lr=0.5", [0.2, 0.4, 0.6, 0.8, *cosine]),
-        ("--warmup_share=0.1 --schedule=wsd --wsd_share=0.5 --min_lr=0", [1 / 3, 2 / 3, *linear]),
+        ("--warmup_iters=0.1 --schedule=wsd --wsd_share=0.5 --min_lr=0", [1 / 3, 2 / 3, *linear]),
         (f"--flops_budget={3.5 * step} --max_iters=100", [1 / 3, 2 / 3, 1.0, 0.55]),
     ):
         how = ["--max_iters=20", "--learning_rate=1", "--eval_interval=0", *given.split()]
@@ -1906,7 +1906,7 @@ BAD_INPUT = {
         ("--device=tpu", "must be auto, cpu, mps"), ("--device=mps", "torch sees no Apple GPU"),
         ("--batch_size=0", "must be above 0"), ("--flops_budget=0", "must be above 0"),
         ("--total_batch_tokens=-128", "must be above 0"), ("--seed=-1", "must be at least 0"),
-        ("--warmup_share=2", "must be a share"), ("--min_lr=1.0", "must be from 0 to learning_"),
+        ("--warmup_iters=1.5", "must be whole steps"), ("--min_lr=1.0", "must be from 0 to learn"),
         ("--n_head=3", "does not divide into n_head=3"), ("--n_kv_head=0", "give at least 1"),
         ("--rope_base=0", "must be above 0"), ("--vocab_size=100", "set --vocab_size=257 or more"),
         ("--block_size=30000", "shorter than one window"), ("--data_dir=/x", "/x holds no prepar"),

@@ -70,8 +70,7 @@ weight_decay: float | None = None  # for matrices and embeddings; None: the mode
 grad_clip = 1.0  # largest norm of the whole gradient; 0: no clipping
 schedule = "wsd"  # decay of the learning rate: cosine, or wsd: constant, then linear decay
 wsd_share = 0.65  # wsd: share of the steps that decay
-warmup_iters: int | None = None  # steps of linear warm-up; None: the mode's, usually 20
-warmup_share: float | None = None  # share of all steps, in place of warmup_iters
+warmup_iters: float | None = None  # linear warm-up: steps, or below 1 a share; None: the mode's
 min_lr: float | None = None  # final learning rate; None: a tenth of learning_rate
 # fine-tuning
 sft_data: str | None = None  # conversations: a .jsonl in LIMA's format or a name on the hub
@@ -118,7 +117,7 @@ RULES = (  # (names of settings, condition on their values, the condition in wor
     (ABOVE_0, lambda v: v > 0, "above 0"),
     (AT_LEAST_0, lambda v: v >= 0, "at least 0"),
     ("wsd_share", lambda v: v <= 1, "at most 1"),
-    ("warmup_share", lambda v: 0 <= v <= 1, "a share, from 0 to 1"),
+    ("warmup_iters", lambda v: v < 1 or v == round(v), "whole steps, or a share of all below 1"),
     ("min_lr", lambda v: 0 <= v <= learning_rate, "from 0 to learning_rate"),
 )
 
@@ -396,9 +395,7 @@ def announce(header):
 
 
 def warm_steps():
-    if warmup_share is None:
-        return warmup_iters
-    return round(warmup_share * max_iters)
+    return round(warmup_iters * max_iters) if warmup_iters < 1 else round(warmup_iters)
 
 
 def learning_rate_factor():

@@ -7,5 +7,5 @@ out_dir = "out/llama_bhyt"
 residual = "bhyt"
 learning_rate = 5e-4
 min_lr = 5e-6
-warmup_share = 0.1
+warmup_iters = 0.1
 weight_decay = 0.1

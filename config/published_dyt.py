@@ -8,5 +8,5 @@ out_dir = "out/llama_dyt"
 residual = "dyt"
 learning_rate = 1e-4
 min_lr = 1e-5
-warmup_share = 0.1
+warmup_iters = 0.1
 weight_decay = 0.1

@@ -7,5 +7,5 @@ out_dir = "out/llama_lns"
 residual = "lns"
 learning_rate = 5e-4
 min_lr = 5e-5
-warmup_share = 0.05
+warmup_iters = 0.05
 weight_decay = 0.1

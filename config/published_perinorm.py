@@ -7,5 +7,5 @@ out_dir = "out/llama_perinorm"
 residual = "perinorm"
 learning_rate = 3e-4
 min_lr = 3e-5
-warmup_share = 0.1
+warmup_iters = 0.1
 weight_decay = 0.1
