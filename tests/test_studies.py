@@ -658,6 +658,7 @@ def test_sentences_written_by_hand_agree_with_the_results():
     assert tables.number("adamw", "nag", "verdict") == "better"  # not fragile
     for rate in ("half", "twice"):
         assert tables.number("adamw", f"prenorm at {rate} its rate", "verdict") == "worse"
+    assert tables.number("modes", "prenorm at half its rate", "verdict") == "undecided"
 
     shallow = tables.lead_lines("blocks", "adamw")  # 4 blocks, with AdamW and then with Muon
     nag, prenorm = (stats.losses_of(shallow[mode, 4]) for mode in ("nag", "prenorm"))
