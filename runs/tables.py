@@ -322,7 +322,7 @@ def dense():
 
 
 def minus_dense(lines, steps):
-    """The losses minus those of NAG trained for so many steps without skipping, interpolated."""
+    """The losses minus NAG's without skipping after as many steps, interpolated between lengths."""
     by_length = {steps: losses_of(of) for steps, of in dense().items()}
     return minus(losses_of(lines), stats.losses_at(steps, by_length))
 
