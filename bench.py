@@ -7,8 +7,7 @@ Measure speed and memory. Candidates run in turn in one process.
     python bench.py config/llama_3b.py --what=size    computes nothing, so it works on any machine
 
     forward     forward of one block, weights and stream in dtype
-    residual    read and write of two sublayers without attention and MLP, forward and backward,
-                with the kernels (loops on a CPU) that the compiler makes and the bytes they move
+    residual    read and write of two sublayers without attention and MLP, forward and backward
     train       a training step of one micro-step, and the first one, which compiles unless the
                 compiler's cache has the code
     memory      bytes that a training step keeps for the backward pass, and the peak
@@ -22,7 +21,6 @@ has the quartiles, over rounds, of a candidate's time over the first candidate's
 round: their median is less noisy, and can differ from the printed ratio.
 """
 
-import logging
 import math
 import os
 import random
@@ -31,15 +29,12 @@ import sys
 import time
 import weakref
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 
 import torch
 from torch import Tensor
-from torch._inductor import metrics
-from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -268,41 +263,16 @@ def block_forward(config):
     return replayed(run, device), batch_size * config.block_size * flops_per_token
 
 
-@contextmanager
-def compiler_counters():
-    """Yield a dict for the kernels that are compiled inside, and the bytes that they move."""
-    counts = {}
-    log = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")
-    log.propagate = False
-    log.setLevel(logging.INFO)  # the compiler counts bytes only for this logger
-    metrics.reset()
-    with fresh_cache():
-        yield counts
-    log.setLevel(logging.WARNING)
-    counts.update(kernels=metrics.generated_kernel_count, bytes=metrics.num_bytes_accessed)
-
-
 def residual(base, copy, matmul):
-    named, runs, counts = configs(base, modes), {}, {}
+    named = configs(base, modes)
     if "nag" in named:
         named["nag, no modulator"] = replace(named["nag"], nag_directions=0)
     shape = (batch_size, base.block_size, base.n_embd)
-    for name, config in named.items():
-        run = two_sublayers(config, shape)
-        with compiler_counters() as counts[name]:
-            run()
-        if not counts[name]["kernels"]:  # it reused the compiled code of the same mode
-            counts[name] = counts[name.removesuffix(" again")]
-        runs[name] = replayed(run, device)
+    runs = {name: replayed(two_sublayers(of, shape), device) for name, of in named.items()}
     # Passes over the stream, forward + backward: pre-norm and BHyT 4 + 4, NAG 3 + 6.
     floor = 2 * 8 * math.prod(shape) * getattr(torch, dtype).itemsize
-
-    def note(name, medians):
-        share = f"{floor / copy / medians[name]:.0%} of the copy rate"
-        return f"{share}; {counts[name]['kernels']} kernels, {counts[name]['bytes'] / 1e6:.0f} MB"
-
-    report = compare("residual alone, one block", runs, rounds, note)
-    return {name: row | counts[name] for name, row in report.items()}
+    note = lambda name, medians: f"{floor / copy / medians[name]:.0%} of the copy rate"
+    return compare("residual alone, one block", runs, rounds, note)
 
 
 def writes_and_reads(attention, mlp, start):
@@ -645,10 +615,12 @@ def check_settings(base):
     pick({"bfloat16": 0, "float32": 0}, dtype, "dtype")
     pick({"adamw": 0, "muon": 0}, optimizer, "optimizer")
     pick({"none": 0, "fsdp": 0}, shard, "shard")
+    chosen = [pick(PARTS, part, "what") for part in what.split(",")]
+    tried = [base] if chosen == [size] else configs(base, modes).values()
     with torch.device("meta"):
-        for config in configs(base, modes).values():
+        for config in tried:
             GPT(replace(config, n_layer=1))
-    return [pick(PARTS, part, "what") for part in what.split(",")]
+    return chosen
 
 
 def machine_speeds():

@@ -151,10 +151,10 @@ def inherit(saved, settings, given, going_on):
 
     saved: what load returns. settings: all settings of this start. given: those that the user gave.
     A run that goes on (resumed or branched) keeps the settings of the checkpoint. Fine-tuning keeps
-    the model and data_dir. It has a tenth of the learning rates, or with adapters all of them.
-    Settings given now override these; changing a fixed one is an error.
+    the model and data_dir. It has a tenth of the learning rates, or with adapters all of them; an
+    imported model has none. Settings given now override these; changing a fixed one is an error.
     """
-    old = settings | saved["settings"] | saved["config"]
+    old = settings | dict.fromkeys(RATES) | saved["settings"] | saved["config"]
     if going_on:
         if "tokens_per_step" not in saved:
             asks = "give it as init_from, with another out_dir"
@@ -175,6 +175,8 @@ def inherit(saved, settings, given, going_on):
     if changed:
         differs = "; ".join(f"{key}={old[key]!r}, not {given[key]!r}" for key in changed)
         raise SystemExit(f"{saved['path']} was trained with {differs}")
+    if (kept | given)["learning_rate"] is None:
+        raise SystemExit(f"{saved['path']} was imported, without a learning rate: give one")
     return kept | given
 
 

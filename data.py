@@ -362,18 +362,6 @@ def open_shards(directory, meta, split):
     return [open_shard(os.path.join(directory, s["file"]), meta, s["tokens"]) for s in shards]
 
 
-def split_sha256(directory, shards):
-    """sha256 that identifies the content of a split.
-
-    meta.json has the hash of each shard. In older folders it does not, so the shards are read.
-    """
-    hashes = [
-        shard.get("sha256") or file_sha256(os.path.join(directory, shard["file"]))
-        for shard in shards
-    ]
-    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
-
-
 def damaged_shards(directory):
     """Yield one line for each shard that is missing or whose sha256 is not that in meta.json."""
     for split in read_meta(directory)["splits"].values():
@@ -381,7 +369,7 @@ def damaged_shards(directory):
             path = os.path.join(directory, shard["file"])
             if not os.path.exists(path):
                 yield f"{path} is listed in meta.json but missing: {AGAIN}"
-            elif shard.get("sha256") not in (None, file_sha256(path)):  # None: an older folder
+            elif shard["sha256"] != file_sha256(path):
                 yield f"{path} has changed since it was prepared: {AGAIN}"
 
 
@@ -396,7 +384,8 @@ class Windows:
             )
         self.directory, self.T, self.meta, self.damage = directory, T, meta, []
         self.shards = open_shards(directory, meta, split)
-        self.sha256 = split_sha256(directory, meta["splits"][split]["shards"])
+        hashes = " ".join(shard["sha256"] for shard in meta["splits"][split]["shards"])
+        self.sha256 = hashlib.sha256(hashes.encode()).hexdigest()  # of the content of the split
         self.ends = np.cumsum([(len(shard) - 1) // T for shard in self.shards], dtype=np.int64)
         if not len(self.ends) or self.ends[-1] == 0:
             short = f"{directory}: {split} is shorter than one window of {T} + 1 tokens"

@@ -19,23 +19,12 @@ import time
 import numpy as np
 import torch
 
+import data
 import depth
 import mod
 import prune
 from checkpoint import load_model
 from configurator import configure
-from data import (
-    Windows,
-    eval_batches,
-    is_imported,
-    meta_tokenizer,
-    read_documents,
-    spread,
-    start_of_text,
-    to_batch,
-    token_bytes,
-    write_json,
-)
 from generate import FOLDS, stream_tokens
 from machine import autocast, can_compile, pick_device, pick_dtype, prepare_process
 from model import evaluate
@@ -85,7 +74,7 @@ class TextWindows:
     """
 
     def __init__(self, texts, encoding, T, tokens=None):
-        eot, start = encoding.eot_token, start_of_text(encoding)
+        eot, start = encoding.eot_token, data.start_of_text(encoding)
         ids, empty = [], True
         for one in texts:
             body = encoding.encode_ordinary(one)
@@ -132,7 +121,7 @@ def read_texts(source, column, split):
     """The texts of a file, or of one column of a data set on the hub."""
     if os.path.exists(source):
         if source.endswith((".json.gz", ".jsonl", ".jsonl.gz", ".parquet")):
-            return read_documents(source, column)
+            return data.read_documents(source, column)
         return [open(source, encoding="utf-8").read()]
     if "/" not in source:
         raise SystemExit(f"text={source!r}: no such file, and not OWNER/NAME of a data set")
@@ -156,10 +145,10 @@ def column_of(records, column):
 
 def loss(model, windows, indices, encoding, batch_size, device):
     """Loss in nats per token, perplexity, and bits per byte of the text."""
-    lengths = token_bytes(encoding)
+    lengths = data.token_bytes(encoding)
     tokens, text_bytes = 0, 0
     for i in indices:
-        targets = to_batch([windows[i]], "cpu")[1].numpy()
+        targets = data.to_batch([windows[i]], "cpu")[1].numpy()
         tokens += int((targets >= 0).sum())
         text_bytes += int(lengths[targets].sum())
 
@@ -167,7 +156,7 @@ def loss(model, windows, indices, encoding, batch_size, device):
         model = copy.deepcopy(model)  # the other parts need the uncompiled model
         model.compile_blocks()
     with autocast(device.type, pick_dtype(dtype, device.type)):
-        nats = evaluate(model, eval_batches(windows, indices, batch_size, device))
+        nats = evaluate(model, data.eval_batches(windows, indices, batch_size, device))
     return {
         "loss": nats,
         "perplexity": math.exp(nats),
@@ -245,12 +234,12 @@ def sample(model, encoding, device):
             print(decoder.decode(new_bytes), end="", flush=True)
     skipped = f", {mod.skipped(mod.routers(model)):.1%} skipped" if mod.routers(model) else ""
     print(f"\n{decoding_speed(began, times)}{skipped}")
-    return encoding.decode(ids[len(start_of_text(encoding)) :])
+    return encoding.decode(ids[len(data.start_of_text(encoding)) :])
 
 
 def begun_prompt(encoding):
     """Token ids of the prompt, after those that begin a text."""
-    ids = [*start_of_text(encoding), *encoding.encode_ordinary(prompt)]
+    ids = [*data.start_of_text(encoding), *encoding.encode_ordinary(prompt)]
     return ids or [encoding.eot_token]
 
 
@@ -275,13 +264,13 @@ def decoding_speed(began, times):
 def answers(parts, model, rows, encoding):
     """Evaluate and print each part, and yield (part, report). rows: what to score, or None."""
     if "loss" in parts:
-        places = range(len(rows)) if text is not None else spread(rows, eval_tokens, val_part)
+        places = range(len(rows)) if text is not None else data.spread(rows, eval_tokens, val_part)
         report = loss(model, rows, places, encoding, batch_size, device)
         show_loss(report)
         yield "loss", report
     if {"depth", "mod"} & set(parts):
         rows = rows if text is None else rows.whole()
-        places = spread(rows, depth_tokens, val_part if text is None else "all")
+        places = data.spread(rows, depth_tokens, val_part if text is None else "all")
         batches = unpadded(rows, places)
     if "depth" in parts:
         report = depth.depth(model, batches)
@@ -292,7 +281,7 @@ def answers(parts, model, rows, encoding):
         yield "depth", report
     if "mod" in parts:
         report = depth.skipping(model, batches, begun_prompt(encoding)[: rows.T])
-        padded = [*eval_batches(rows, places, batch_size, device)]
+        padded = [*data.eval_batches(rows, places, batch_size, device)]
         report["causal loss"] = evaluate(model, padded)
         with mod.switched(model, "look_ahead"):
             report["look-ahead loss"] = evaluate(model, padded)
@@ -309,7 +298,7 @@ def answers(parts, model, rows, encoding):
 
 def unpadded(rows, places):
     """Batches (inputs, targets) without the windows that are repeated to fill the last batch."""
-    pairs = eval_batches(rows, places, batch_size, device)
+    pairs = data.eval_batches(rows, places, batch_size, device)
     return [(x[real], y[real]) for x, y in pairs for real in [(y >= 0).any(1)]]
 
 
@@ -322,7 +311,7 @@ def choosing_rows(directory, rows, T):
     if not 0 <= mod_rate < 1:
         raise SystemExit(f"mod_rate={mod_rate}: must be at least 0 and below 1")
     if directory is not None:
-        return Windows(directory, "train", T), rows
+        return data.Windows(directory, "train", T), rows
     if text is None:
         raise SystemExit(f"mod_rate={mod_rate} needs text: give --text or --data_dir")
     chosen, scored = rows.divided()
@@ -331,17 +320,21 @@ def choosing_rows(directory, rows, T):
 
 
 def dial(model, rows):
-    """Skip a share mod_rate, chosen on these rows. Returns new parts of eval.json."""
-    batches = [x for x, _ in unpadded(rows, spread(rows, 32768))]
+    """Skip a share mod_rate of the tokens of a model with routers, else of the units of prune.py,
+    chosen on these rows. Returns new parts of eval.json: how many tokens skip depends on the text.
+    """
+    batches = [x for x, _ in unpadded(rows, data.spread(rows, 32768))]
+    if mod.routers(model):
+        mod.calibrate(model, batches, model.config.mod_budget == "global", mod_rate)
+        return {}
+    whole = model.flops_per_token()
     try:
-        report = prune.dial(model, batches, mod_rate, prune_unit, prune_by, seed)
+        indices = prune.prune(model, batches, mod_rate, prune_unit, prune_by, seed)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    if report is None:  # tokens skip, see the part mod
-        return {}
-    units = ", ".join(report["skipped"]) or "nothing"
-    print(f"skipped {units}; {report['FLOPs left']:.1%} of the FLOPs left")
-    return {"prune": report}
+    skipped, left = prune.names(indices, prune_unit), prune.flops_per_token(model) / whole
+    print(f"skipped {', '.join(skipped) or 'nothing'}; {left:.1%} of the FLOPs left")
+    return {"prune": {"skipped": skipped, "FLOPs left": left}}
 
 
 def refuse_unused(model, given):
@@ -381,15 +374,15 @@ def open_data(state, model):
     if directory is None:
         if not meta["tokenizer"]:
             raise SystemExit("this model was imported without a tokenizer.json: give --data_dir")
-        return None, meta_tokenizer(os.path.dirname(state["path"]), meta)
-    windows = Windows(directory, "val", context or model.config.block_size)
+        return None, data.meta_tokenizer(os.path.dirname(state["path"]), meta)
+    windows = data.Windows(directory, "val", context or model.config.block_size)
     if meta["tokenizer_sha256"] not in (None, windows.meta["tokenizer_sha256"]):
         raise SystemExit("the data's tokenizer is not the one that the checkpoint was trained with")
     if windows.meta["vocab_size"] > model.config.vocab_size:
         raise SystemExit(f"{directory} has more token ids than the model")
-    if is_imported(meta):  # with shards too, its texts begin as its own tokenizer says
-        return windows, meta_tokenizer(os.path.dirname(state["path"]), meta)
-    return windows, meta_tokenizer(directory, windows.meta)
+    if data.is_imported(meta):  # with shards too, its texts begin as its own tokenizer says
+        return windows, data.meta_tokenizer(os.path.dirname(state["path"]), meta)
+    return windows, data.meta_tokenizer(directory, windows.meta)
 
 
 def main():
@@ -431,7 +424,7 @@ def main():
     report |= dialled
     for part, result in answers(parts, model, rows, encoding):
         report[part] = result
-        write_json(path, report)  # a later part may fail
+        data.write_json(path, report)  # a later part may fail
 
 
 if __name__ == "__main__":

@@ -178,5 +178,4 @@ def generate(model, idx, max_new_tokens, stop=None, **options):
 
 
 if __name__ == "__main__":
-    print("to sample: python eval.py --out_dir=out/default --what=sample", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit("to sample: python eval.py --out_dir=out/default --what=sample")

@@ -408,14 +408,11 @@ def family_of(c):
     return "llama", {"attention_bias": attention == "all", "mlp_bias": c.bias}
 
 
-CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2"}
-
-
 def to_keys(config, hidden, meta, dtype):
     """GPTConfig -> config.json."""
     family, own = family_of(config)
     return {
-        "architectures": [CLASSES[family] + "ForCausalLM"],
+        "architectures": [family.capitalize() + "ForCausalLM"],
         "model_type": family,
         "num_hidden_layers": config.n_layer,
         "num_attention_heads": config.n_head,

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -163,10 +163,10 @@ def encode(turns, encoding):
 def read_conversations(source):
     """Yield conversations: lists of alternating user and assistant turns.
 
-    source: a .json or .jsonl file, or a dataset on the hub, with LIMA's {"conversations": [...]}.
+    source: a file of JSON lines, or a dataset on the hub, with LIMA's {"conversations": [...]}.
     """
     if os.path.exists(source):
-        records = map(json.loads, filter(str.strip, open(source, encoding="utf-8")))
+        records = map(parsed, filter(str.strip, open(source, encoding="utf-8")))
     elif str(source).endswith((".json", ".jsonl")):
         raise SystemExit(f"{source}: no such file")
     else:
@@ -174,12 +174,18 @@ def read_conversations(source):
 
         records = load_dataset(source, split="train")
     for n, record in enumerate(records):
-        turns = record.get("conversations")
+        turns = record.get("conversations") if isinstance(record, dict) else None
         if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
             expected = "{'conversations': ['question', 'answer', ...]}"
             raise SystemExit(f"{source}: record {n} is not {expected}")
         if len(turns) > 1:
             yield turns
+
+
+def parsed(line):
+    """The value of a line of JSON, or None."""
+    with suppress(ValueError):
+        return json.loads(line)
 
 
 def split_conversations(source, split):

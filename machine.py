@@ -104,11 +104,6 @@ def cores():
     return len(os.sched_getaffinity(0)) if known else os.cpu_count()
 
 
-def backend(device):
-    """How ranks talk to each other: torch.distributed's name of the library."""
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
 def gathered(x):
     """The full tensor if FSDP has sharded x, else x. Every rank must call this function."""
     return x.full_tensor() if isinstance(x, DTensor) else x

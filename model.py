@@ -28,13 +28,8 @@ from muon import Muon
 from norms import pick
 
 BETAS = (0.9, 0.95)  # of AdamW
-RESIDUALS = {  # name: class
-    **norms.RESIDUALS,
-    **nag.RESIDUALS,
-    **bhyt.RESIDUALS,
-    **ngpt.RESIDUALS,
-    **streams.RESIDUALS,
-}
+# name: class
+RESIDUALS = norms.RESIDUALS | nag.RESIDUALS | bhyt.RESIDUALS | ngpt.RESIDUALS | streams.RESIDUALS
 
 
 @dataclass
@@ -510,6 +505,9 @@ CHOICES = {  # settings that must be one of some names
     "attn_bias": (None, "none", "qkv", "all"),
 }
 
+AT_LEAST_1 = "n_layer n_head n_kv_head head_dim n_embd n_hidden block_size vocab_size".split()
+AT_LEAST_1 += "bhyt_context hc_streams attnres_size".split()
+
 
 def numbers(values, n):
     """Whether values are n finite numbers."""
@@ -521,7 +519,7 @@ def numbers(values, n):
 def check(config):
     """Raise a ValueError that names the setting and says what it may be."""
     c, C, H, G = config, config.n_embd, config.n_head, config.n_kv_head or config.n_head
-    for name in "n_layer n_head n_kv_head head_dim n_embd n_hidden block_size vocab_size".split():
+    for name in AT_LEAST_1:
         if getattr(c, name) is not None and getattr(c, name) < 1:
             raise ValueError(f"{name}={getattr(c, name)}: give at least 1")
     for name, choices in CHOICES.items():
@@ -530,9 +528,9 @@ def check(config):
     lambdas = numbers(c.bhyt_lambda, 3)
     lambdas = lambdas and min(c.bhyt_lambda[:2]) > 0 and c.bhyt_lambda[2] >= 0
     unset = (None, GPTConfig.head_scale)
-    scaling = c.rope_scaling or (1.0,)
-    rising = len(scaling) == 1 or scaling[1:2] < scaling[2:3]
-    scales = len(scaling) in (1, 4) and min(scaling) > 0 and rising
+    scaling = (1.0,) if c.rope_scaling is None else c.rope_scaling
+    scales = len(scaling) in (1, 4) and numbers(scaling, len(scaling)) and min(scaling) > 0
+    scales = scales and (len(scaling) == 1 or scaling[1] < scaling[2])
     experts = not c.moe_experts or 1 <= c.moe_top_k <= c.moe_experts
     rules = (
         (c.rope_base > 0, f"rope_base={c.rope_base}: must be above 0"),
@@ -565,7 +563,6 @@ def check(config):
         (H % G == 0, f"n_head={H} query heads do not divide over n_kv_head={G}"),
         (alphas, f"dyt_alpha={c.dyt_alpha!r}: give three starts"),
         (lambdas, f"bhyt_lambda={c.bhyt_lambda!r}: give three starts, two above 0, one at least 0"),
-        (c.bhyt_context is None or c.bhyt_context > 0, f"bhyt_context={c.bhyt_context}: above 0"),
         (0 <= c.norm_eps < math.inf, f"norm_eps={c.norm_eps}: must be at least 0"),
         (c.head_scale is None or c.head_scale >= 0, f"head_scale={c.head_scale}: at least 0"),
         (c.moe_shared >= 0, f"moe_shared={c.moe_shared}: must be at least 0"),

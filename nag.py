@@ -169,18 +169,15 @@ class NAGEnds(NoEnds):
         return Stream((centred / rho).to(e.dtype), s)  # Eq. 1
 
     def readout(self, stream, head):
-        w = head if self.folded else recomputed(head)
+        w = head
+        if not self.folded:  # computed again in the backward pass: it is as large as the head
+            w = checkpoint(unit_rows, head, use_reentrant=False, preserve_rng_state=False)
         s = torch.zeros_like(stream.lane) if self.g_enc is None else stream.lane
         scale = torch.exp(s + self.g_dec) / math.sqrt(w.size(1))  # Eq. 7
         return (upcast(stream.x) * scale).to(stream.x.dtype), w
 
     def additive(self, stream):
         return upcast(stream.x) * stream.lane.exp()
-
-
-def recomputed(head):
-    """unit_rows, computed again in the backward pass, because they are as large as the head."""
-    return checkpoint(unit_rows, head, use_reentrant=False, preserve_rng_state=False)
 
 
 def unit_rows(head):

@@ -125,25 +125,21 @@ class RMSNorm(nn.Module):
         return (x_float * torch.rsqrt(v + self.eps) * self.gain).to(x.dtype)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(RMSNorm):
     """y = gain * (x - mean(x)) / sqrt(var(x) + eps) + shift"""
 
     def __init__(self, n_embd, eps=1e-6, bias=False):
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty(n_embd))
+        super().__init__(n_embd, eps)
         self.shift = nn.Parameter(torch.empty(n_embd)) if bias else None
-        self.eps = eps
 
     def reset_parameters(self):
-        nn.init.ones_(self.gain)
+        super().reset_parameters()
         if self.shift is not None:
             nn.init.zeros_(self.shift)
 
     def forward(self, x):
         x_float = upcast(x)
-        centred = x_float - x_float.mean(-1, keepdim=True)
-        v = centred.square().mean(-1, keepdim=True)
-        y = centred * torch.rsqrt(v + self.eps) * self.gain
+        y = super().forward(x_float - x_float.mean(-1, keepdim=True))
         return (y if self.shift is None else y + self.shift).to(x.dtype)
 
 
@@ -382,11 +378,8 @@ class PeriNorm(PreNorm):
         return stream.replace(x=stream.x + gate * self.norm_out(f))  # Eq. 4
 
 
-class OutNorm(PreNorm):
-    init_out = "plain"
-
-    def read(self, stream):
-        return stream.x, stream
+class OutNorm(PostNorm):
+    ends = FinalNorm
 
     def write(self, stream, f, gate=1.0):
         return stream.replace(x=stream.x + gate * self.norm(f))  # Eq. 12

@@ -41,8 +41,9 @@ COLOURS = {
     "dyt": "#E69F00", "none": "#CC79A7", "nag": "#56B4E9", "orthogonal": "#999999",
     "bhyt": "#882255", "bhyt_exact": "#AA4499", "prenorm_approx": "#666666",
     "ngpt": "#332288", "deepnorm": "#999933", "rezero": "#DDCC77", "mixln": "#CC6677",
-    "x0mix": "#117733", "outnorm": "#77AADD",
-    "hc": "#661100", "mhc": "#44AA99", "attnres": "#6699CC", "attnres_block": "#88CCEE",
+    "x0mix": "#117733", "outnorm": "#77AADD", "derf": "#EE7733", "keel": "#BBCC33",
+    "hc": "#661100", "mhc": "#44AA99", "ihc": "#EE3377",
+    "attnres": "#6699CC", "attnres_block": "#88CCEE",
 }  # fmt: skip
 LOSS = "validation loss (nats a token)"
 
@@ -119,7 +120,10 @@ def final_loss(run):
     records = read_log(run)[1]
     if records and records[-1].get("bad_steps"):
         return math.inf
-    return [record["val_loss"] for record in records if record["val_loss"] is not None][-1]
+    losses = [record["val_loss"] for record in records if record["val_loss"] is not None]
+    if not losses:
+        raise SystemExit(f"plot.py: {run} has no validation loss")
+    return losses[-1]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -177,20 +181,6 @@ def draw(axes, runs, curve, band=True, **style):
         plot_mean(axes, points, band and len(members) > 1, **look | style)
 
 
-def against(axes, runs, x_of, ignore, value, shared=(), **style):
-    """Draw one line per group of runs: value(run) against x_of(settings of the run).
-
-    ignore names the settings that x depends on. The runs in shared belong to every group of their
-    mode. Groups of one mode differ in the markers.
-    """
-    for mode, members, index, look in styled(runs, ignore):
-        points = {}
-        for run in members + [run for run in shared if read_log(run)[0]["residual"] == mode]:
-            points.setdefault(x_of(read_log(run)[0]), []).append(value(run))
-        look |= {"marker": "osD^v"[index % 5], "ms": 5, "ls": "--" if index % 5 else "-"}
-        plot_mean(axes, points, **look | style)
-
-
 # ------------------------------------------------------------------------------------------------
 # Figures from log.jsonl
 
@@ -213,9 +203,15 @@ def losses_against(axes, runs, key, unit, label):
 
 
 def rate(axes, runs):
-    dense = [run for run in runs if read_log(run)[0]["mod_rate"] == 0]
+    settings = {run: read_log(run)[0] for run in runs}
+    dense = [run for run in runs if settings[run]["mod_rate"] == 0]
     routed = [run for run in runs if run not in dense]
-    against(axes, routed, lambda s: s["mod_rate"], ["mod_rate"], final_loss, dense)
+    for mode, members, index, look in styled(routed, ["mod_rate"]):
+        points = {}
+        for run in members + [run for run in dense if settings[run]["residual"] == mode]:
+            points.setdefault(settings[run]["mod_rate"], []).append(final_loss(run))
+        look |= {"marker": "osD^v"[index % 5], "ms": 5, "ls": "--" if index % 5 else "-"}
+        plot_mean(axes, points, **look)
     axes.set(xlabel="share of tokens that skip", ylabel=LOSS)
 
 

@@ -28,22 +28,8 @@ from threading import Thread
 
 import numpy as np
 
+import data
 from configurator import configure, echo
-from data import (
-    HEADER,
-    MAGIC,
-    VERSION,
-    atomic,
-    damaged_shards,
-    file_sha256,
-    fingerprint,
-    get_tokenizer,
-    open_shards,
-    read_documents,
-    read_meta,
-    token_dtype,
-    write_json,
-)
 from machine import cores
 
 source = "python"  # python (its standard library), c4 (from the hub), or a pattern of file names
@@ -104,7 +90,7 @@ def divide(files, share):
         return text[at:] or None, text[:at] or None
 
     sides = set()
-    for count, text in enumerate(chain.from_iterable(map(read_documents, files)), 1):
+    for count, text in enumerate(chain.from_iterable(map(data.read_documents, files)), 1):
         sides.add(validates(text, share))
         if count >= FEW and len(sides) == 2:
             return by_hash
@@ -120,7 +106,7 @@ def batches(files, part, start):
     """
     batch, size = [], 0
     for f in range(start[0], len(files)):
-        for n, document in enumerate(read_documents(files[f])):
+        for n, document in enumerate(data.read_documents(files[f])):
             text = None if (f, n) < start else part(document)
             if text is None:
                 continue
@@ -140,7 +126,7 @@ def batches(files, part, start):
 def start_worker(name):
     """Load the tokenizer in a worker process, and exit when the parent process ends."""
     global encoding
-    encoding = get_tokenizer(name)
+    encoding = data.get_tokenizer(name)
     exit_with_parent = lambda: (parent_process().join(), os._exit(1))
     Thread(target=exit_with_parent, daemon=True).start()
 
@@ -150,7 +136,7 @@ def tokenise(batch):
 
     Text that spells a special token is tokenised as ordinary text.
     """
-    dtype, eot = token_dtype(encoding.n_vocab), encoding.eot_token
+    dtype, eot = data.token_dtype(encoding.n_vocab), encoding.eot_token
     ids = [encoding.encode_to_numpy(text, disallowed_special=()) for _, _, text in batch]
     return [(f, n, np.append(tokens, eot).astype(dtype)) for (f, n, _), tokens in zip(batch, ids)]
 
@@ -176,10 +162,10 @@ def in_order(pool, jobs, ahead):
 def write_shard(path, tokens, tokenizer_sha256):
     """Write one shard. Return its entry for meta.json."""
     digest = bytes.fromhex(tokenizer_sha256)
-    with atomic(path) as file:
-        file.write(HEADER.pack(MAGIC, VERSION, tokens.itemsize, len(tokens), digest))
+    with data.atomic(path) as file:
+        file.write(data.HEADER.pack(data.MAGIC, data.VERSION, tokens.itemsize, len(tokens), digest))
         file.write(tokens.data)
-    return {"file": os.path.basename(path), "tokens": len(tokens), "sha256": file_sha256(path)}
+    return {"file": os.path.basename(path), "tokens": len(tokens), "sha256": data.file_sha256(path)}
 
 
 def token_hash(tokens):
@@ -189,7 +175,7 @@ def token_hash(tokens):
 
 def validation_hashes(directory, meta):
     """Hashes of the documents in the validation shards, and of the one that max_val_tokens cut."""
-    tokens = np.concatenate(open_shards(directory, meta, "val"))
+    tokens = np.concatenate(data.open_shards(directory, meta, "val"))
     ends = np.flatnonzero(tokens == meta["eot"]) + 1
     cut = bytes.fromhex(meta["splits"]["val"].get("cut", ""))
     return {cut, *(token_hash(tokens[a:b]) for a, b in pairwise([0, *ends.tolist()]))}
@@ -201,7 +187,7 @@ def write_split(name, files, part, limit, directory, meta, pool, workers):
     part(text) is as in batches(). limit is the number of tokens to stop at, or None.
     """
     split, shard_tokens = meta["splits"][name], meta["shard_tokens"]
-    buffer = np.empty(shard_tokens, token_dtype(meta["vocab_size"]))
+    buffer = np.empty(shard_tokens, data.token_dtype(meta["vocab_size"]))
     fill = 0  # tokens in the buffer
     most = sys.maxsize if limit is None else limit
     began, tokens_before = time.time(), split["tokens"]
@@ -212,7 +198,7 @@ def write_split(name, files, part, limit, directory, meta, pool, workers):
             path = os.path.join(directory, f"{name}_{len(split['shards']):05d}.bin")
             split["shards"].append(write_shard(path, buffer[:fill], meta["tokenizer_sha256"]))
         split.update(tokens=split["tokens"] + fill, next=next_token, complete=complete)
-        write_json(os.path.join(directory, "meta.json"), meta)
+        data.write_json(os.path.join(directory, "meta.json"), meta)
         fill = 0
 
     refused = validation_hashes(directory, meta) if name == "train" else set()
@@ -266,12 +252,12 @@ def open_meta(directory, name, encoding, settings, train, val):
     sources = ("source", "val_source", "val_share", "max_tokens", "max_val_tokens")
     sizes = [[f, os.path.getsize(f) if os.path.exists(f) else None] for f in (*train, *(val or ()))]
     meta = {
-        "version": VERSION,
+        "version": data.VERSION,
         "tokenizer": "tokenizer" + os.path.splitext(name)[1] if local else name,
-        "tokenizer_sha256": fingerprint(encoding).hex(),
+        "tokenizer_sha256": data.fingerprint(encoding).hex(),
         "vocab_size": encoding.n_vocab,
         "eot": encoding.eot_token,
-        "dtype": token_dtype(encoding.n_vocab).name,
+        "dtype": data.token_dtype(encoding.n_vocab).name,
         "shard_tokens": settings["shard_tokens"],
         "made_from": {key: settings[key] for key in sources},
         "input_files": hashlib.sha256(json.dumps(sizes).encode()).hexdigest(),
@@ -281,7 +267,7 @@ def open_meta(directory, name, encoding, settings, train, val):
         },
     }
     if os.path.exists(path):
-        old = read_meta(directory)
+        old = data.read_meta(directory)
         differs = [key for key in meta if key != "splits" and meta[key] != old.get(key)]
         if differs:
             different = f"{directory} was prepared with another {', '.join(differs)}"
@@ -289,7 +275,7 @@ def open_meta(directory, name, encoding, settings, train, val):
         return old
     if local:
         shutil.copyfile(name, os.path.join(directory, meta["tokenizer"]))
-    write_json(path, meta)
+    data.write_json(path, meta)
     return meta
 
 
@@ -298,9 +284,9 @@ def open_meta(directory, name, encoding, settings, train, val):
 
 def check_shards(directory):
     """Compare all shards with meta.json. If one differs, exit with a line for each that does."""
-    if problems := [*damaged_shards(directory)]:
+    if problems := [*data.damaged_shards(directory)]:
         raise SystemExit("\n".join(problems))
-    shards = [len(split["shards"]) for split in read_meta(directory)["splits"].values()]
+    shards = [len(split["shards"]) for split in data.read_meta(directory)["splits"].values()]
     print(f"{directory}: {sum(shards)} shards have the sha256 that meta.json says")
 
 
@@ -332,11 +318,12 @@ def prepare(settings):
         raise SystemExit("val_share=0 leaves no validation text: name some with --val_source")
 
     name = settings["tokenizer"] or ("bytes" if source == "python" else "gpt2")
-    encoding = get_tokenizer(name)
+    encoding = data.get_tokenizer(name)
     os.makedirs(directory, exist_ok=True)
     meta = open_meta(directory, name, encoding, settings, train, val)
     left = max(0, (limit or 0) - meta["splits"]["train"]["tokens"])
-    need, free = left * token_dtype(encoding.n_vocab).itemsize, shutil.disk_usage(directory).free
+    need = left * data.token_dtype(encoding.n_vocab).itemsize
+    free = shutil.disk_usage(directory).free
     if need > free:
         space = f"{left:,} tokens need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
         raise SystemExit(f"{directory}: {space}")

@@ -28,12 +28,10 @@ Differs from the paper:
 - Sublayers as units, (2) and the control are ours.
 """
 
-import sys
 from itertools import chain, islice, pairwise
 
 import torch
 
-import mod
 from depth import degrees, walk
 from norms import pick
 
@@ -125,21 +123,6 @@ def prune(model, batches, rate, unit="sublayer", rule="angle", seed=0):
     return indices
 
 
-def dial(model, batches, rate, unit="sublayer", rule="angle", seed=0):
-    """Skip a share `rate` of the tokens of a model with routers, else of the units.
-
-    For units, returns their names and the share of the FLOPs that is left. For tokens, None: how
-    many skip depends on the text.
-    """
-    if mod.routers(model):
-        mod.calibrate(model, batches, model.config.mod_budget == "global", rate)
-        return None
-    whole = model.flops_per_token()
-    indices = prune(model, batches, rate, unit, rule, seed)
-    left = flops_per_token(model) / whole
-    return {"skipped": names(indices, unit), "FLOPs left": left}
-
-
 def names(indices, unit):
     """What the units are called: attn 3, mlp 3 or block 3."""
     if unit == "block":
@@ -148,5 +131,4 @@ def names(indices, unit):
 
 
 if __name__ == "__main__":
-    print("to prune: python eval.py --out_dir=out/default --mod_rate=0.2", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit("to prune: python eval.py --out_dir=out/default --mod_rate=0.2")

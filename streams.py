@@ -175,8 +175,6 @@ class HCEnds(FinalNorm):
     def __init__(self, config):
         super().__init__(config)
         self.n = config.hc_streams
-        if self.n < 1:
-            raise ValueError(f"hc_streams={self.n}: give at least 1")
 
     def embed(self, e):
         return Stream(e.repeat(1, 1, self.n))
@@ -406,11 +404,7 @@ class BlockAttnRes(AttnRes):
 
     @staticmethod
     def sublayers_a_block(config):
-        if config.attnres_size is None:
-            return math.ceil(2 * config.n_layer / 8)
-        if config.attnres_size < 1:
-            raise ValueError(f"attnres_size={config.attnres_size}: give at least 1")
-        return config.attnres_size
+        return config.attnres_size or math.ceil(2 * config.n_layer / 8)
 
 
 RESIDUALS = {"hc": HC, "mhc": MHC, "ihc": IHC, "attnres": AttnRes, "attnres_block": BlockAttnRes}

@@ -26,26 +26,13 @@ import torch.distributed as dist
 import bhyt
 import checkpoint
 import lora
+import machine
 import mod
 import moe
 import muon
 from configurator import configure, echo
 from data import Loader, Windows, atomic, eval_batches, is_imported, micro_batches, spread
 from depth import gate_health
-from machine import (
-    autocast,
-    backend,
-    can_compile,
-    commit,
-    device_name,
-    gathered,
-    over_ranks,
-    peak_flops,
-    peak_memory_gb,
-    pick_device,
-    pick_dtype,
-    prepare_process,
-)
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, evaluate, init_out
 
 # where things are
@@ -160,9 +147,9 @@ going_on = resuming or branch_from is not None  # from the checkpoint's step and
 if saved is not None:
     settings = checkpoint.inherit(saved, settings, given, going_on)
     globals().update({key: settings[key] for key in settings.keys() - MODEL_SETTINGS})
-device = pick_device(device, local_rank)
-dtype = pick_dtype(dtype, device.type)
-compile = can_compile(device.type) if compile is None else compile
+device = machine.pick_device(device, local_rank)
+dtype = machine.pick_dtype(dtype, device.type)
+compile = machine.can_compile(device.type) if compile is None else compile
 config = GPTConfig(**{name: settings[name] for name in MODEL_SETTINGS})
 check_settings()
 
@@ -242,14 +229,14 @@ val_indices = spread(val_windows, eval_tokens, val_part)
 # ------------------------------------------------------------------------------------------------
 # Distribution over ranks, compilation, optimizers
 
-prepare_process(device)
+machine.prepare_process(device)
 if world > 1:
     # while rank 0 writes a checkpoint the others wait: NCCL's 10 minutes are too few for 40 GB
-    gpu = device if device.type == "cuda" else None
-    dist.init_process_group(backend(device), timeout=timedelta(hours=2), device_id=gpu)
+    gpu, library = (device, "nccl") if device.type == "cuda" else (None, "gloo")
+    dist.init_process_group(library, timeout=timedelta(hours=2), device_id=gpu)
 if compile:
     model.compile_blocks()
-net = over_ranks(model, device, world, shard)  # what the training step calls
+net = machine.over_ranks(model, device, world, shard)  # what the training step calls
 
 routers, experts = mod.routers(model), moe.layers(model)
 if not is_main:  # a checkpoint has the sum of all ranks' scores: only rank 0 keeps it
@@ -347,7 +334,7 @@ def run_header():
     }  # fmt: skip
     return {
         "settings": settings, "resolved": resolved, "from_step": step, "from": origin,
-        "run_id": run_id, "data": data_sha256, "git": commit(),
+        "run_id": run_id, "data": data_sha256, "git": machine.commit(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": name_of_device, "threads": torch.get_num_threads(), "world": world,
         "params": counts, "tokens_per_step": tokens_per_step, "flops_per_step": flops_per_step,
@@ -449,7 +436,7 @@ def gradients():
     status = torch.zeros(3, device=device)  # loss, stop, save
     for micro, (batch, share) in enumerate(zip(batches, shares)):
         sync_gradients(micro == micro_steps - 1)
-        with autocast(device.type, dtype):
+        with machine.autocast(device.type, dtype):
             loss = net(*batch)[1] * share
         loss.backward()
         status[0] += loss.detach()
@@ -457,7 +444,8 @@ def gradients():
     if world > 1:
         dist.all_reduce(status)
     status[0] /= world
-    norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    norm = machine.gathered(norm)
     values = torch.cat((status, norm.view(1))).tolist()  # the only device sync of a step
     loss, stop, save_now, norm = values
     return loss, norm, stop > 0, save_now > 0
@@ -494,7 +482,7 @@ def validate():
         batches = eval_batches(windows, indices, sequences, device, rank, world)
         return evaluate(model, batches, world)
 
-    with autocast(device.type, dtype):
+    with machine.autocast(device.type, dtype):
         seen = {"val_loss": loss_on(val_windows, val_indices)}
         text, indices = val_windows, val_indices
         if pretraining is not None:  # val_loss covers answers; this shows forgetting
@@ -562,8 +550,8 @@ def due(interval):
     return bool(interval) and step % interval == 0
 
 
-name_of_device = device_name(device)
-peak = peak_flops(name_of_device)
+name_of_device = machine.device_name(device)
+peak = machine.peak_flops(name_of_device)
 ramp_alpha()
 header = run_header()
 if is_main:
@@ -611,7 +599,7 @@ while not finished() and not stopped:
         "step": step, "tokens": step * tokens_per_step, "flops": flops, "bad_steps": bad_steps,
         "loss": loss if good else None, "val_loss": None, "grad_norm": norm if good else None,
         "lr": learning_rate * factor, "tok_s": None, "mfu": None,
-        "mem_gb": peak_memory_gb(device),
+        "mem_gb": machine.peak_memory_gb(device),
     }  # fmt: skip
     if due(eval_interval) or (eval_interval and finished()):
         record |= validate()

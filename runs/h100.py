@@ -2,13 +2,12 @@
 What compiled code would move on an H100, counted on a machine without a GPU.
 
     python runs/h100.py --modes=prenorm,nag,bhyt     two sublayers' residual, forward and backward
-    python runs/h100.py --modes=nag --nodes=True     what each kernel moves
     python runs/h100.py --what=step                  training steps of two blocks
 
 Inductor writes the kernels for sm_90, Triton compiles all of them, and Inductor counts the bytes
 that each one reads and writes: the same numbers on every machine. A pass is one read or write of
-the stream (4, 1024, 2048). The times are bytes over bandwidth, and no kernel can beat them. Nothing
-is measured: launches, caches, cuBLAS and NCCL are not in these numbers.
+the stream (4, 1024, 2048). Nothing is measured: launches, caches, cuBLAS and NCCL are not in these
+numbers.
 
 Tensors are fake: they have shapes and no data. It needs g++ and `pip install triton==3.9.0`.
 """
@@ -32,7 +31,6 @@ from configurator import configure
 
 what = "residual"  # residual: reads and writes of the stream alone; step: a training step
 modes = "all"  # names, separated by commas, each with changes such as nag:nag_directions=0
-nodes = False  # print what each kernel moves
 stream = "bfloat16"  # residual: dtype of the stream; train.py's default is float32
 parts = "dense,experts,skipping"  # step: kinds of models
 out: str | None = None  # a .json file for the numbers
@@ -44,7 +42,6 @@ KINDS = {
     "experts": dict(moe_experts=8, n_hidden=1024),
     "skipping": dict(mod_on="both", mod_rate=0.4, mod_router="learned"),
 }
-BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s
 GUARD = """
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -95,7 +92,6 @@ except ImportError:
     raise SystemExit("this needs triton: pip install triton==3.9.0")
 from torch._inductor import config as inductor
 from torch._inductor import metrics
-from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -105,7 +101,6 @@ from machine import autocast
 from model import GPT, RESIDUALS, GPTConfig, compile_options
 
 plain_attention = torch.nn.functional.scaled_dot_product_attention
-plain_count = GraphLowering.count_bytes
 spills = []  # of each compiled kernel: bytes of registers that a thread keeps in memory
 
 
@@ -127,21 +122,6 @@ def compile_only(self, *args, **kwargs):
             file.flush()
             told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
         spills.append(sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", told.stdout))))
-
-
-def pass_bytes():
-    return math.prod(SHAPE) * getattr(torch, stream).itemsize
-
-
-def count_bytes(graph):
-    """Inductor's, which also prints what each kernel moves if nodes is set."""
-    found = plain_count(graph)
-    if nodes:
-        print("  backward" if graph.is_backward else "  forward")
-        for node, numbers in found[1]:  # numbers of 4 bytes
-            if 4 * numbers > pass_bytes() / 16:
-                print(f"    {4 * numbers / pass_bytes():6.2f}  {node.get_name()}")
-    return found
 
 
 def stand_in():
@@ -166,7 +146,6 @@ def stand_in():
     inductor.joint_graph_constant_folding = False  # it would compute constants on the device
     name = "torch._inductor.compile_fx.__inductor_metrics"
     logging.getLogger(name).setLevel(logging.INFO)  # else no bytes are counted
-    GraphLowering.count_bytes = count_bytes
     torch._dynamo.config.recompile_limit = 256
 
 
@@ -205,9 +184,10 @@ def measured(run, config):
     torch._dynamo.utils.counters.clear()
     with FakeTensorMode(), torch.device("cuda:0"):
         run(config)
-    moved, breaks = metrics.num_bytes_accessed, torch._dynamo.utils.counters["graph_break"]
-    found = {"passes": round(moved / pass_bytes(), 2), "kernels": metrics.generated_kernel_count}
-    found |= {f"{name} us": round(moved / rate * 1e6, 1) for name, rate in BANDWIDTH.items()}
+    one_pass = math.prod(SHAPE) * getattr(torch, stream).itemsize
+    passes = round(metrics.num_bytes_accessed / one_pass, 2)
+    found = {"passes": passes, "kernels": metrics.generated_kernel_count}
+    breaks = torch._dynamo.utils.counters["graph_break"]
     return found | {"spill": max(spills, default=0), "breaks": len(breaks)}
 
 

@@ -39,13 +39,9 @@ timed = False  # time the steps of these models, once the judge has tuned them; 
 SCALE = study.parse([judge.SCALE])
 SEEDS = range(11, 17)  # new: judge.py tuned on 0 and judged on 1, 2, ...; some have the first 3
 NAG = {
-    "gates at a quarter of the rate": {"gate_lr": 0.25},
-    "gates at four times the rate": {"gate_lr": 4.0},
     "not orthogonal": {"nag_orthogonal": False},
     "not modulated": {"nag_directions": 0},
-    "4 directions": {"nag_directions": 4},
     "not centred": {"nag_centre": False},
-    "no norm lane": {"nag_lane": False},
 }
 BHYT = {f"lambda starts at {n}": {"bhyt_lambda": (n, n, 0.0)} for n in (1.0, 3.0, 5.0)}
 BHYT |= {"lambda fixed": {"bhyt_learned": False}, "outputs of variance 1": {"bhyt_unit": True}}
@@ -68,23 +64,22 @@ def mixtures(rate):
 
 
 FEWER = {f"nag with {n} blocks": {"n_layer": n} for n in (6, 5)}
-AROUND = (0.5, 1.0, 2.0)  # learning rates to try, as multiples of the judge's
 LARGEST = {"max_iters": 8000, "n_layer": 16}  # of runs that tune
 OTHER_RATES = {  # of pre-norm, because one tuning seed cannot tell which rate is best
     f"prenorm at {words} the rate": {"residual": "prenorm", "learning_rate": times}
     for words, times in (("half", 0.5), ("twice", 2.0))
 }
-# A plan: ({name: its changes}, the setting that varies, its values, learning rates to try).
-# None: the name is a mode. Changes without a "residual" are changes of NAG; learning_rate and
-# gate_lr are multiples of the tuned learning rate.
+# A plan: ({name: its changes}, the setting that varies, its values).
+# None: the name is a mode. Changes without a "residual" are changes of NAG; learning_rate is a
+# multiple of the tuned one.
 PLANS = {
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "attnres", "mhc")) | OTHER_RATES,
-               "max_iters", (1000, 2000, 4000, 8000, 16000), AROUND),
-    "blocks": (dict.fromkeys(("prenorm", "nag", "ihc")), "n_layer", (4, 16, 32), AROUND),
-    "nag": ({"nag": None} | NAG, "max_iters", (4000,), (1.0,)),
-    "bhyt": ({"bhyt": None} | BHYT, "max_iters", (4000,), (1.0,)),
+               "max_iters", (1000, 2000, 4000, 8000, 16000)),
+    "blocks": (dict.fromkeys(("prenorm", "nag", "ihc")), "n_layer", (4, 16, 32)),
+    "nag": ({"nag": None} | NAG, "max_iters", (4000,)),
+    "bhyt": ({"bhyt": None} | BHYT, "max_iters", (4000,)),
     "mod": ({"nag": None, "prenorm": None} | FEWER | mixtures(0.2) | mixtures(0.4),
-            "max_iters", (4000,), (1.0,)),
+            "max_iters", (4000,)),
 }  # fmt: skip
 
 
@@ -95,25 +90,26 @@ def base_of(changes, name):
     return mode if mode in changes else first
 
 
-def tuned(name, change, scale, judged, rates_around, lines_of):
+def tuned(name, change, scale, judged, lines_of):
     """Settings of a mode, or of one with a change, with the best learning rate at this scale.
 
     judged: the judge's scale, where everything else was tuned.
     """
     mode = name if change is None else change.get("residual", "nag")
     chosen = judge.tune(judged, mode, partial(lines_of, "judge"))
-    rates = [chosen["learning_rate"] * times for times in rates_around]
-    if len(rates) > 1 and scale != judged:
+    if scale != judged:
+        rates = [chosen["learning_rate"] * times for times in judge.AROUND]
         smaller = scale | {key: min(scale[key], most) for key, most in LARGEST.items()}
         chosen = judge.rate_of_three(smaller, mode, chosen, rates, partial(lines_of, "lead"))
-    change, rate = change or {}, chosen["learning_rate"]
-    multiples = {key: change[key] * rate for key in ("learning_rate", "gate_lr") if key in change}
-    return {"residual": mode} | chosen | change | multiples
+    own = {"residual": mode} | chosen | (change or {})
+    if change and "learning_rate" in change:
+        own["learning_rate"] *= chosen["learning_rate"]
+    return own
 
 
 def selected(plan):
     """A plan with only the names and values asked for, and what these names are compared with."""
-    changes, axis, full, rates_around = plan
+    changes, axis, full = plan
     wanted = names.split(",") if names else [*changes]
     some = [int(value) for value in values.split(",")] if values else full
     unknown = {*wanted} - {*changes} | {*some} - {*full}
@@ -121,17 +117,17 @@ def selected(plan):
         choices = ", ".join(map(str, (*changes, *full)))
         raise SystemExit(f"{', '.join(map(str, unknown))}: choose from {choices}")
     bases = [base_of(changes, name) for name in wanted]
-    return {name: changes[name] for name in (*bases, *wanted)}, axis, some, rates_around
+    return {name: changes[name] for name in (*bases, *wanted)}, axis, some
 
 
-def runs_of(changes, axis, values, rates_around, lines_of, optimizer="muon"):
+def runs_of(changes, axis, values, lines_of, optimizer="muon"):
     """{(name, value): [the settings of each seed]}. lines_of: study.run, or one that only reads."""
     judged = SCALE | {"optimizer": optimizer}
 
     def runs_at(pair):
         name, value = pair
         scale = judged | {axis: value}
-        own = tuned(name, changes[name], scale, judged, rates_around, lines_of)
+        own = tuned(name, changes[name], scale, judged, lines_of)
         return [judge.settings(scale, own["residual"], own, seed) for seed in SEEDS]
 
     pairs = [(name, value) for value in values for name in changes]
@@ -152,13 +148,6 @@ def rows(lines, changes):
             yield name, value, mean, gap
 
 
-def result_of(loss, gap):
-    """A result in words, and the true difference that 4 of 5 such studies would find."""
-    if gap is None:
-        return "diverged"
-    return f"{loss:.4f} {plus_minus(gap)} (can find {detectable(gap[1], len(SEEDS)):.3f})"
-
-
 def main():
     configure(globals(), argv=sys.argv[1:])
     if what not in PLANS:
@@ -175,7 +164,11 @@ def main():
     found = iter(study.run("lead", of_all, judge.LOOK))
     lines = {at: [next(found) for _ in SEEDS] for at in runs}
     for name, value, loss, gap in rows(lines, changes):
-        print(f"{name} {value}: {result_of(loss, gap)} from {base_of(changes, name)}")
+        result = "diverged"
+        if gap:  # also the true difference that 4 of 5 such studies would find
+            can_find = f"can find {detectable(gap[1], len(SEEDS)):.3f}"
+            result = f"{loss:.4f} {plus_minus(gap)} ({can_find})"
+        print(f"{name} {value}: {result} from {base_of(changes, name)}")
 
 
 if __name__ == "__main__":

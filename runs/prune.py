@@ -1,27 +1,20 @@
 """
-How much loss does it cost to skip sublayers or blocks of a trained model, and how much time does it
-save?
+How much loss does it cost to skip sublayers or blocks of a trained model?
 
     python runs/prune.py --out_dir=out/default    writes results/prune.jsonl
 
-For rates up to one half, and each unit and rule of prune.py: the validation loss, the share of the
-FLOPs left, and the time of an eager forward divided by the whole model's (a median over rounds, all
-timed in turn). Scores are measured on training windows. Needs a quiet machine.
+For rates up to one half, and each unit and rule of prune.py: the validation loss, and the share of
+the FLOPs left. Scores are measured on training windows.
 """
 
 import json
 import os
-import statistics
 import sys
-from functools import partial
 from itertools import product
-
-import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # before this folder, which has a prune.py too
 
-import bench
 import prune
 from checkpoint import load_model
 from configurator import configure
@@ -33,8 +26,7 @@ out_dir = "out/default"  # folder of the run
 data_dir: str | None = None  # folder with shards; None: as in training
 score_tokens = 32768  # training tokens that score the units
 eval_tokens = 65536  # validation tokens for the loss, evenly spaced
-batch_size = 8  # windows per batch, and of a timed forward
-rounds = 15  # timed rounds
+batch_size = 8  # windows per batch
 results = "results/prune.jsonl"  # the file to write
 
 RATES = [i / 16 for i in range(9)]
@@ -52,20 +44,6 @@ def plans(model, batches):
     return found
 
 
-def times(model, x, skipped):
-    """{plan: time of a forward relative to the whole model's in the same round}"""
-
-    @torch.no_grad()
-    def forward(plan):
-        prune.skip(model, skipped[plan], plan[0])
-        model(x)
-
-    found = bench.race({plan: partial(forward, plan) for plan in skipped}, rounds)
-    whole = [*map(statistics.median, zip(*(t for plan, t in found.items() if not plan[-1])))]
-    ratios = {plan: [a / b for a, b in zip(t, whole)] for plan, t in found.items()}
-    return {plan: statistics.median(each) for plan, each in ratios.items()}
-
-
 def main():
     configure(globals(), argv=sys.argv[1:])
     device = pick_device("auto")
@@ -79,17 +57,13 @@ def main():
     same |= {"device": device_name(device), "dtype": dtype}
     whole, lines = model.flops_per_token(), []
     with autocast(device.type, dtype):
-        skipped = plans(model, batches)
-        relative = times(model, batches[0], skipped)
-        for plan, indices in skipped.items():
+        for plan, indices in plans(model, batches).items():
             prune.skip(model, indices, plan[0])
             line = same | dict(zip(("unit", "rule", "seed", "rate"), plan))
-            line |= {"skipped": prune.names(indices, plan[0]), "time": relative[plan]}
-            line |= {
-                "flops": prune.flops_per_token(model) / whole,
-                "loss": evaluate(model, val_batches),
-            }
-            print("{unit:<9} {rule:<7} {seed} {rate:.3f} {loss:.4f} {time:.3f}".format(**line))
+            line |= {"skipped": prune.names(indices, plan[0])}
+            line |= {"flops": prune.flops_per_token(model) / whole}
+            line |= {"loss": evaluate(model, val_batches)}
+            print("{unit:<9} {rule:<7} {seed} {rate:.3f} {loss:.4f}".format(**line))
             lines.append(line)
     with open(results, "w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)

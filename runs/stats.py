@@ -2,11 +2,12 @@
 
 import math
 import statistics
-from itertools import accumulate, combinations_with_replacement
 
 try:
+    from scipy.interpolate import krogh_interpolate
     from scipy.optimize import brentq
     from scipy.stats import t as student
+    from scipy.stats import wilcoxon
 except ImportError:
     raise SystemExit("the studies in runs/ need scipy: pip install scipy")
 
@@ -14,19 +15,13 @@ except ImportError:
 def interval(values):
     """The mean of values, and half the width of its 95% t interval."""
     n = len(values)
-    if n < 2:
-        return statistics.mean(values), math.inf
     standard_error = statistics.stdev(values) / math.sqrt(n)
     return statistics.mean(values), float(student.ppf(0.975, n - 1)) * standard_error
 
 
-def paired(a, b):
-    """The interval of a - b over pairs."""
-    return interval(minus(a, b))
-
-
 def minus(a, b):
-    return [x - y for x, y in zip(a, b, strict=True)]
+    """The differences of pairs. Seeds that only one side has do not count."""
+    return [x - y for x, y in zip(a, b)]
 
 
 def detectable(half, n):
@@ -36,31 +31,20 @@ def detectable(half, n):
 
 
 def signed_rank_verdict(values):
-    """The verdict of the 95% signed-rank interval of the median; None for fewer than 6 values.
-
-    Its ends are means of two values (Walsh averages): the k-th from either side, where k - 1 is the
-    largest rank sum whose probability is at most 0.025 when all signs are equally likely.
-    """
-    n = len(values)
-    counts = [1] + [0] * (n * (n + 1) // 2)  # in how many of the 2^n ways the ranks sum to i
-    for rank in range(1, n + 1):
-        for i in range(len(counts) - 1, rank - 1, -1):
-            counts[i] += counts[i - rank]
-    k = sum(total <= 0.025 * 2**n for total in accumulate(counts))
-    if k == 0:
+    """The verdict of the 95% signed-rank interval of the median; None for fewer than 6 values."""
+    if len(values) < 6:  # the interval is unbounded
         return None
-    means = sorted((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
-    low, high = means[k - 1], means[-k]
-    return "better" if high < 0 else "worse" if low > 0 else "undecided"
+    for word, side in (("better", "less"), ("worse", "greater")):
+        if wilcoxon(values, alternative=side, method="exact").pvalue <= 0.025:
+            return word
+    return "undecided"
 
 
 def p_value(gap, n):
     """The probability of a difference this large if the true one is 0. gap: interval of n values"""
     difference, half = gap
-    if difference == 0:
-        return 1.0
     if half == 0:
-        return 0.0
+        return float(difference == 0)
     standard_error = half / student.ppf(0.975, n - 1)
     return float(2 * student.sf(abs(difference) / standard_error, n - 1))
 
@@ -92,9 +76,8 @@ def losses_of(lines):
 
 
 def differences(ours, theirs):
-    """The losses of our lines minus theirs. Seeds that only one side has do not count."""
-    n = min(len(ours), len(theirs))
-    return minus(losses_of(ours[:n]), losses_of(theirs[:n]))
+    """The losses of our lines minus those of theirs."""
+    return minus(losses_of(ours), losses_of(theirs))
 
 
 def gap_of(ours, theirs):
@@ -121,19 +104,21 @@ def slope(by_x):
 
 
 def gap_at(length, losses, by_length):
-    """The interval of the differences from other runs, interpolated at a length.
-
-    by_length: {length: losses}. Seeds that only one side has do not count.
-    """
-    theirs = losses_at(length, by_length)
-    n = min(len(losses), len(theirs))
-    return paired(losses[:n], theirs[:n])
+    """The interval of the differences from other runs, interpolated at a length."""
+    return interval(minus(losses, losses_at(length, by_length)))
 
 
 def losses_at(length, by_length):
-    """The loss of each seed, interpolated at a length. by_length: {length: losses}"""
-    curves = [dict(zip(by_length, of_seed)) for of_seed in zip(*by_length.values())]
-    return [at_length(length, curve) for curve in curves]
+    """The loss of each seed, interpolated at a length. by_length: {length: losses}
+
+    A parabola in log(length), through the three nearest lengths.
+    """
+    if not min(by_length) <= length <= max(by_length):
+        raise ValueError(f"length {length:g} is not between those trained: {sorted(by_length)}")
+    near = sorted(by_length, key=lambda known: abs(math.log(known / length)))[:3]
+    logs = [math.log(known) for known in near]
+    curves = zip(*(by_length[known] for known in near))
+    return [float(krogh_interpolate(logs, curve, math.log(length))) for curve in curves]
 
 
 def length_of(losses, by_length):
@@ -141,21 +126,6 @@ def length_of(losses, by_length):
     gap = lambda length: gap_at(length, losses, by_length)[0]
     low, high = min(by_length), max(by_length)
     return brentq(gap, low, high) if gap(low) <= 0 <= gap(high) else None
-
-
-def at_length(length, losses):
-    """Interpolate {length: loss}: a parabola in log(length), through the three nearest lengths."""
-    if not min(losses) <= length <= max(losses):
-        raise ValueError(f"length {length:g} is not between those trained: {sorted(losses)}")
-    near = sorted(losses, key=lambda known: abs(math.log(known / length)))[:3]
-    value = 0.0
-    for a in near:  # Lagrange's form
-        weight = 1.0
-        for b in near:
-            if b != a:
-                weight *= math.log(length / b) / math.log(a / b)
-        value += weight * losses[a]
-    return value
 
 
 def verdict(intervals):

@@ -60,7 +60,7 @@ DEPTH += ("a", "norm and entropy", "norm and loss", "copying")
 def parse(argv):
     """Config files and --key=value arguments -> {setting of train.py: value}."""
     given = configure({"__file__": TRAIN, "__doc__": __doc__}, GPTConfig, argv=argv)[1]
-    refused = given.keys() & {"device", "init_from", "out_dir", "seed"}
+    refused = given.keys() & {"device", "flops_budget", "init_from", "out_dir", "seed"}
     if refused:
         raise SystemExit(f"{', '.join(refused)}: a study sets this by itself")
     return given
@@ -165,9 +165,7 @@ def summary(folder):
         return None
     steps = [r for r in records if r.get("tok_s")]
     diverged = last.get("bad_steps", 0) >= header["resolved"]["max_bad_steps"]
-    budget = header["settings"]["flops_budget"]
-    complete = last["flops"] >= budget if budget else last["step"] >= header["max_iters"]
-    if not (complete or diverged):
+    if last["step"] < header["max_iters"] and not diverged:
         return None
     loss = last["val_loss"] or math.inf
     times = [header["tokens_per_step"] / r["tok_s"] for r in steps[1:] or steps]
@@ -180,7 +178,6 @@ def summary(folder):
         "tokens": last["tokens"],
         "flops": last["flops"],
         "params": header["params"]["all"],
-        "gates": last.get("gates"),
         "commit": header["git"],
         "machine": header["device"],
         "torch": header["versions"]["torch"],
@@ -272,14 +269,8 @@ def stop(*_):
     raise SystemExit(130)
 
 
-def say(text, stays=True):
-    """Print a line. On a terminal, the next line overwrites it unless it stays."""
-    start, end = "", "\n"
-    if sys.stdout.isatty():
-        start = "\r\033[K"
-        if not stays:
-            text, end = text[: shutil.get_terminal_size().columns - 1], ""
-    print(start + text, end=end, flush=True)
+def say(text):
+    print(text, flush=True)
 
 
 def duration(seconds):
@@ -357,8 +348,7 @@ def run(study, runs, look=(), progress=None):
             free_devices().put(device)
         progress.finish(missing[name])
         loss = "diverged" if line["loss"] is None else f"loss {line['loss']:.3f}"
-        text = f"{described(missing[name], runs)}  {loss}   {progress}"
-        say(text, stays=progress.done == progress.total)
+        say(f"{described(missing[name], runs)}  {loss}   {progress}")
 
     with ThreadPoolExecutor(len(devices())) as pool:
         list(pool.map(job, missing))
@@ -386,12 +376,12 @@ def probe(settings, steps=30):
 
     The runs are short and leave no result. They evaluate as often as the runs of the judge.
     """
-    short = settings | {"max_iters": steps, "eval_interval": steps, "log_interval": 5}
+    brief = settings | {"max_iters": steps, "eval_interval": steps, "log_interval": 5}
     folder = ROOT / "out" / "study" / f"probe-{os.getpid()}"
 
     def measured(i):
         began = time.monotonic()
-        step_s = train(short, devices()[i], folder / str(i), ())["step_s"]
+        step_s = train(brief, devices()[i], folder / str(i), ())["step_s"]
         return step_s, time.monotonic() - began - steps * step_s
 
     with ThreadPoolExecutor(len(devices())) as pool:

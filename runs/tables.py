@@ -29,7 +29,7 @@ import lead
 import recipe
 import stats
 import study
-from stats import differences, gap_of, losses_of, minus, paired, plus_minus, verdict
+from stats import differences, gap_of, losses_of, minus, plus_minus, verdict
 from study import ROOT, NotFinished, find, read
 
 import plot
@@ -63,7 +63,7 @@ def with_most_seeds(numbers, lines_of):
 
 
 @cache
-def judged(optimizer="muon"):
+def judged(optimizer):
     """({mode: what judge.train returns}, {mode: median_interval of its time}) of the judged modes.
 
     The baseline has all lengths that its comparisons need.
@@ -91,71 +91,69 @@ def judged(optimizer="muon"):
 
 
 @cache
-def compared(optimizer="muon"):
+def compared(optimizer):
     """judge.compare of all judged modes, best at equal steps first and diverged ones last."""
     found = judge.compared(*judged(optimizer))
     return sorted(found, key=lambda each: each["steps"] or (math.inf, 0))
 
 
-def verdicts(optimizer):
-    """The judge's table with the baseline and the verdicts after Holm's correction."""
-    decidable = [each for each in compared(optimizer) if each["steps"]]
+def modes(optimizer):
+    """The judge's table with verdicts after Holm's correction. The baseline is first, also with
+    half and twice its learning rate.
+    """
+    found = compared(optimizer)
+    decidable = [each for each in found if each["steps"]]
     corrected = stats.holm({each["mode"]: (each["steps"], each["n"]) for each in decidable})
+    head = ["mode", "seeds", *judge.HEAD[2:5], "after Holm", *judge.HEAD[5:]]
+
     choice, lines = judged(optimizer)[0][BASELINE]
-    rows = [judge.cells_of_baseline(choice, lines), *map(judge.cells, compared(optimizer))]
-    numbers = [len(lines[1.0]), *(each["n"] for each in compared(optimizer))]
-    for row, n in zip(rows, numbers):
-        row[1] = n
-        row.insert(5, corrected.get(row[0], ""))
-    return ["mode", "seeds", *judge.HEAD[2:5], "after Holm", *judge.HEAD[5:]], rows
-
-
-def modes(optimizer="muon"):
-    """The same, and the baseline with half and twice its learning rate."""
-    head, (first, *rows) = verdicts(optimizer)
-    lines = judged(optimizer)[0][BASELINE][1]
-    others = []
-    for name in lines.keys() & {"half", "twice"}:
+    name, _, *rest = judge.cells_of_baseline(choice, lines)
+    rows = [[name, len(lines[1.0]), *rest[:3], "", *rest[3:]]]
+    for name in ("half", "twice"):
         theirs = lines[name]
-        gap = gap_of(theirs, lines[1.0])
         cells = f"{BASELINE} at {name} its rate", len(theirs), f"{mean(losses_of(theirs)):.4f}"
-        others.append([*cells, *decided([gap]), *[""] * (len(head) - 5)])
-    return head, [first, *sorted(others), *rows]
+        gap = gap_of(theirs, lines[1.0])
+        rows.append([*cells, *decided([gap]), *[""] * (len(head) - 5)])
+    for each in found:
+        name, _, *rest = judge.cells(each)
+        rows.append([name, each["n"], *rest[:3], corrected.get(name, ""), *rest[3:]])
+    return head, rows
 
 
 def decided(intervals):
     """Two cells: the middle one of some intervals, and the verdict on all. Empty without any."""
-    shown = intervals[len(intervals) // 2 :][:1]
-    return (*map(plus_minus, shown), verdict(intervals)) if intervals else ("", "")
+    if not intervals:
+        return "", ""
+    middle = intervals[len(intervals) // 2]
+    return plus_minus(middle), verdict(intervals)
 
 
 def not_paired():
     """{mode: its verdict at equal steps from all runs of both sides, by Welch's interval}"""
-    trained = judged()[0]
+    trained = judged("muon")[0]
     theirs = losses_of(trained[BASELINE][1][1.0])
-    of = {each["mode"]: losses_of(trained[each["mode"]][1][1.0]) for each in compared()}
+    of = {each["mode"]: losses_of(trained[each["mode"]][1][1.0]) for each in compared("muon")}
     return {mode: verdict([stats.slope({0: theirs, 1: ours})]) for mode, ours in of.items()}
 
 
 def judge_facts():
     """How many modes have each verdict, and what could have been found."""
-    head, (_, *rows) = verdicts("muon")
-    words = dict(zip(head, zip(*rows)))
-    for name in ("verdict", "verdict at equal time", "after Holm"):
+    head, rows = modes("muon")
+    words = dict(zip(head, zip(*rows[3:])))  # without the baseline
+    kinds = {"verdict": words["verdict"], "after Holm": words["after Holm"]}
+    kinds["not paired"] = not_paired().values()
+    for kind, cells in kinds.items():
         for word in ("better", "worse", "undecided"):
-            yield f"{name}: {word}", sum(cell.startswith(word) for cell in words[name])
+            yield f"{kind}: {word}", sum(cell.startswith(word) for cell in cells)
+    yield "fragile", sum("fragile" in cell for cell in words["verdict"])
     yield "designs", len(RESIDUALS)
-    yield "compared", len(rows)
-    for doubt in ("fragile", "outlier"):
-        yield doubt, sum(doubt in cell for cell in words["verdict"])
-    decidable = [each for each in compared() if each["steps"]]
+    yield "compared", len(words["mode"])
+    decidable = [each for each in compared("muon") if each["steps"]]
     half_widths = [each["steps"][1] for each in decidable]
     yield "median half-width", f"{median(half_widths):.4f}"
     able = [stats.detectable(half, each["n"]) for half, each in zip(half_widths, decidable)]
     yield "difference to be found", f"{median(able):.3f}"
-    for word in ("better", "worse", "undecided"):
-        yield f"not paired: {word}", sum(each == word for each in not_paired().values())
-    ihc, mhc = (judged()[0][mode][1][1.0] for mode in ("ihc", "mhc"))
+    ihc, mhc = (judged("muon")[0][mode][1][1.0] for mode in ("ihc", "mhc"))
     yield "ihc minus mhc", plus_minus(gap_of(ihc, mhc))
 
 
@@ -166,11 +164,11 @@ def judge_facts():
 @cache
 def lead_lines(what, optimizer="muon"):
     """{(name, value): the lines of its seeds} of what has finished of a plan of runs/lead.py."""
-    changes, axis, values, rates_around = lead.PLANS[what]
+    changes, axis, values = lead.PLANS[what]
     found = {}
     for at in product(changes, values):
         name, value = at
-        plan = {name: changes[name]}, axis, [value], rates_around, find, optimizer
+        plan = {name: changes[name]}, axis, [value], find, optimizer
         with suppress(NotFinished):  # not tuned yet
             runs = lead.runs_of(*plan)[at]
             lines = with_most_seeds((len(runs), 3), lambda n, runs=runs: find("lead", runs[:n]))
@@ -189,7 +187,7 @@ def lengths():
     """Differences from pre-norm after fewer and more steps."""
     found, changes = lead_lines("tokens"), lead.PLANS["tokens"][0]
     theirs = {steps: losses_of(of) for (name, steps), of in found.items() if name == BASELINE}
-    one = judged()[0][BASELINE][1][1.0][0]
+    one = judged("muon")[0][BASELINE][1][1.0][0]
     per_step = one["tokens"] / one["steps"] / one["params"]
     head = ("mode", "steps", "bytes per parameter", "at equal steps")
     head += ("from pre-norm at another rate", "verdict on both")
@@ -201,7 +199,7 @@ def lengths():
         others = [found[rate, steps] for rate in lead.OTHER_RATES if (rate, steps) in found]
         gaps = [gap, *(gap_of(ours, other) for other in others)]
         words = (plus_minus(gap), ", ".join(map(plus_minus, gaps[1:])), verdict(gaps))
-        times = [steps * ratio for ratio in judged()[1][name]]
+        times = [steps * ratio for ratio in judged("muon")[1][name]]
         known = min(theirs) <= min(times) and max(times) <= max(theirs)
         at_time = [stats.gap_at(time, losses_of(ours), theirs) for time in times] if known else []
         rows.append((name, f"{steps:,}", f"{steps * per_step:.1f}", *words, *decided(at_time)))
@@ -262,7 +260,7 @@ def copiers():
 
 
 def of_tuning_seeds(mode, rate):
-    choice = judge.with_rate(judged()[0][mode][0], rate)
+    choice = judge.with_rate(judged("muon")[0][mode][0], rate)
     scale = scale_of("muon")
     return find("judge", [judge.settings(scale, mode, choice, seed) for seed in judge.TUNING])
 
@@ -302,7 +300,7 @@ def parts():
         for name, _, loss, gap in found:
             time = f"{times[name][1]:.2f}" if name in times else ""
             rows.append((what, name, f"{loss:.4f}", *decided([gap]), corrected[name], time))
-    measured, predicted = (judged()[0][mode][1][1.0] for mode in ("bhyt_exact", "bhyt"))
+    measured, predicted = (judged("muon")[0][mode][1][1.0] for mode in ("bhyt_exact", "bhyt"))
     loss = f"{mean(losses_of(measured)):.4f}"
     gap = decided([gap_of(measured, predicted)])
     rows.append(("bhyt", "variance measured (5 seeds)", loss, *gap, "", ""))
@@ -366,7 +364,7 @@ def lead_facts():
     ):
         yield f"{ours} minus {theirs}", plus_minus(gap_of(found[ours], found[theirs]))
     by_seed = (at_equal_flops(found[name]) for name in (own, "nag with 5 blocks"))
-    yield "NAG's router minus 5 blocks", plus_minus(paired(*by_seed))
+    yield "NAG's router minus 5 blocks", plus_minus(stats.interval(minus(*by_seed)))
 
     shallow = lead_lines("blocks", "adamw")
     for mode in (BASELINE, "nag"):
@@ -445,7 +443,7 @@ def earlier():
     for finding, (name, ours, theirs) in EARLIER.items():
         gaps[finding] = minus(of_earlier(name, ours), of_earlier(name, theirs))
     first, *_, last = [gaps[finding] for finding in gaps if "experts" in finding]
-    gaps["the last of these minus the first"] = minus(last, first)
+    gaps["experts, 20 minus 80"] = minus(last, first)
     rows = [(finding, plus_minus(stats.interval(gap))) for finding, gap in gaps.items()]
     return ("short runs", "difference"), rows
 
@@ -505,14 +503,13 @@ def conversion():
 
 TIMES = {  # column: [(file, its part)]
     "12 x 512": [("rivals_12x512_cpu", "train"), ("streams_12x512_cpu", "train")],
-    "12 x 512, context 512": [("train_12x512_cpu", "train")],
     "forward, 1B block": [("forward_1b_cpu", "forward")],
 }
 
 
 def speed():
     """The time of each mode over pre-norm's, and what it would move on an H100."""
-    found = {"8 x 64": judged()[1]}
+    found = {"8 x 64": judged("muon")[1]}
     for column, files in TIMES.items():
         of = [load(f"speed/{name}.json")[part] for name, part in files]
         found[column] = {mode: row["ratio"] for each in of for mode, row in each.items()}
@@ -534,9 +531,9 @@ def speed():
 # The pages
 
 TABLES = {
-    "modes": modes, "lengths": lengths, "depths": depths, "copying": copiers, "early": early,
-    "parts": parts, "mixtures": mixtures, "inside": inside, "earlier": earlier, "speed": speed,
-    "adamw": partial(modes, "adamw"),
+    "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"), "lengths": lengths,
+    "depths": depths, "copying": copiers, "early": early, "parts": parts, "mixtures": mixtures,
+    "inside": inside, "earlier": earlier, "speed": speed,
     "recipe": lambda: (recipe.HEAD, [*recipe.rows(find, measure=False)]),
     "conversion": conversion,
     "facts": lambda: (("fact", "value"), [*judge_facts(), *lead_facts(), *other_facts()]),
@@ -591,5 +588,5 @@ if __name__ == "__main__":
         text = filled((ROOT / page).read_text())
         (ROOT / page).write_text(text)
     readme = (ROOT / "README.md").read_text()
-    judge.draw(RESULTS / "modes.png", compared(), names_in_words(readme))
+    judge.draw(RESULTS / "modes.png", compared("muon"), names_in_words(readme))
     plot.leads(RESULTS / "depth.png", curves_by_depth(), "validation loss minus pre-norm's")

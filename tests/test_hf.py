@@ -376,14 +376,19 @@ def test_what_a_user_does_with_an_imported_model(model_folder, tmp_path):
     refuses("give --text or --data_dir", evaluated, out, "loss")
     report = evaluated(out, "loss", text=book, mod_rate=0.34, prune_unit="block", **how)
     assert len(report["prune"]["skipped"]) == 1
-    refuses("imported without shards", script, "train.py", init_from=out, out_dir=tmp_path / "x")
+    start = dict(init_from=out, out_dir=tmp_path / "x")
+    refuses("without a learning rate: give one", script, "train.py", **start)
+    refuses("imported without shards", script, "train.py", **start, learning_rate=1e-3)
     refuses("has no optimizer state", script, "train.py", init_from="resume", out_dir=out)
 
     sft, merged = tmp_path / "sft", tmp_path / "merged" / "ckpt.pt"
     short = dict(batch_size=2, block_size=64, total_batch_tokens=128, compile=False)
+    short |= dict(learning_rate=3e-4)
     fine = dict(init_from=out, out_dir=sft, sft_data=chats, max_iters=4, eval_interval=2) | short
     script("train.py", os.path.join(HERE, "config", "sft_lima.py"), **fine)
-    assert resume(sft, max_iters=6)["loss_chunk"] == 2048  # from the import
+    settings = resume(sft, max_iters=6)
+    assert settings["loss_chunk"] == 2048  # from the import
+    assert [settings[f"{kind}_lr"] for kind in ("gate", "embed", "head")] == [None] * 3
     merged.parent.mkdir()
     script("lora.py", sft / "ckpt.pt", merged)
     script("hf.py", "export", merged, tmp_path / "back")
@@ -407,7 +412,7 @@ def test_shards_of_an_imported_tokenizer_continue_the_training(model_folder, tmp
     hf.import_model(str(model_folder), str(out))
     where = dict(source=book, val_source=tmp_path / "other.txt", data_dir=shards, workers=1)
     script("prepare_c4.py", **where, tokenizer=out / "tokenizer.json")
-    short = dict(max_iters=2, block_size=32, compile=False, eval_interval=1)
+    short = dict(max_iters=2, block_size=32, compile=False, eval_interval=1, learning_rate=1e-3)
     script("train.py", init_from=out, out_dir=tmp_path / "more", data_dir=shards, **short)
     report = evaluated(tmp_path / "more", "loss,sample", prompt="def", max_new_tokens=5)
     assert report["loss"]["bytes"] > 0.9 * len(TEXT.encode()) * 4

@@ -96,8 +96,9 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
         write_conversations(path, n)
         assert (packed("train").kept, packed("val").kept) == (n - val, val)
     refuses("1 conversations; at least 2", packed, write_conversations(path, 1) and "val")
-    path.write_text('{"text": "x"}\n')
-    refuses("record 0 is not", packed, "val")
+    for bad in ('{"text": "x"}', '[{"conversations": ["a", "b"]}]', "[", '{"conversations": "ab"}'):
+        path.write_text(bad + "\n")
+        refuses("record 0 is not", packed, "val")
     path.unlink()
     refuses("c.jsonl: no such file", packed, "val")
 
@@ -111,7 +112,7 @@ def test_documents_in_a_row_do_not_see_each_other(changes):
     other[:, :10] = some_ids(1, seed=5)[:, :10]
     changed = model(other, None, docs)[0]
     assert_close(changed[:, 10:], packed[:, 10:], atol=1e-5, rtol=1e-4)
-    scaled = hasattr(RESIDUALS[model.config.residual], "equip")  # after the rotation
+    scaled = RESIDUALS[model.config.residual].attention  # after the rotation
     if changes and not scaled:  # rotary positions are relative
         assert_close(packed[:, 10:25], model(idx[:, 10:25])[0], atol=1e-4, rtol=1e-3)
     (grad,) = torch.autograd.grad(model.train()(idx, idx, docs)[1], model.embed.weight)

@@ -100,7 +100,6 @@ def test_a_gpu_is_found_named_and_prepared(gpu):
     assert gpu.is_bf16_supported == [(False,)]  # emulation does not count
     assert machine.device_name(device) == CUDA["get_device_name"]
     assert machine.peak_memory_gb(device) == 7
-    assert machine.backend(device) == "nccl" and machine.backend(torch.device("cpu")) == "gloo"
 
 
 @cases("device, index", [("cuda", 0), ("cuda:1", 1), (torch.device("cuda", 1), 1)])
@@ -323,7 +322,8 @@ def tiny_size(tmp_path, *argv, **changes):
 
 
 @cases("changes", [{}, {"optimizer": "muon"}, {"recompute": True}, {"loss_chunk": 16},
-    {"moe_experts": 4}, {"residual": "hc"}, {"residual": "prenorm", "dtype": "float32"},
+    {"moe_experts": 4}, {"residual": "hc"},
+    {"residual": "prenorm", "norm": "layer", "dtype": "float32"},  # other --modes have no norm
 ])  # fmt: skip
 def test_the_size_of_a_model_is_what_a_real_step_takes(tmp_path, changes):
     size = tiny_size(tmp_path, **changes)

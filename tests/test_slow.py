@@ -371,6 +371,8 @@ def test_writing_stops_at_stop_strings_and_end_of_text(monkeypatch):
     assert written(b"so it is.\nQ: more", "x" * 99, ["Q:", "\n"], 256) == "so it is."
     assert len(asked[0][0]) == 16  # half a window of the context stays
     assert written([97, 98, 256], "x", ["Q:"], 9) == "ab"
+    encoding.start = []  # as an imported tokenizer may have it
+    assert written([97, 256], "", [], 9) == "a" and asked[-1].tolist() == [[256]]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -416,9 +418,7 @@ def test_the_theory_of_bhyt_holds_for_independent_inputs():
     sampled = block.attn.wo(v.flatten(1)).square().mean().item()
     assert theory["added_variance"](block, 32, True).item() == pytest.approx(sampled, rel=0.05)
     x, y = torch.tensor([[1.0, 2, 4, 8], [2.0, 1, 3, 9]], dtype=torch.float64)
-    r2, pearson = 1 - 4 / ((y - 3.75) ** 2).sum().item(), np.corrcoef(x, y)[0, 1]
-    expected = {"RMSE": 1.0, "R2": r2, "Pearson": pearson, "Spearman": 0.8}
-    assert theory["fit"](x, y) == pytest.approx(expected)
+    assert theory["r2"](x, y) == pytest.approx(1 - 4 / ((y - 3.75) ** 2).sum().item())
 
 
 def test_the_script_of_bhyt_s_theory_reports_what_was_measured(data, tmp_path, monkeypatch):
@@ -433,19 +433,16 @@ def test_the_script_of_bhyt_s_theory_reports_what_was_measured(data, tmp_path, m
     windows = data_file.Windows(data, "val", 32)
     _, model = checkpoints.load_model(tmp_path / "bhyt")
     rows = [windows[i][:-1].astype(int) for i in data_file.spread(windows, 512)]
-    own = {key: [] for key in ("output", "measured", "predicted", "RMSE")}
-    for _, residual, h, _, after in depth.walk(model, torch.tensor(np.stack(rows))):
-        own["output"].append((h / residual.norm.gain).square().mean().item())
+    own = {key: [] for key in ("measured", "predicted", "R2")}
+    for _, residual, _, _, after in depth.walk(model, torch.tensor(np.stack(rows))):
         if residual.first:
             measured, predicted = after.x.square().mean(-1), after.lane[..., 0]
             own["measured"].append(measured.mean().item())
             own["predicted"].append(predicted.mean().item())
-            own["RMSE"].append((measured - predicted).square().mean().sqrt().item())
+            error = (measured - predicted).square().mean() / measured.var(correction=0)
+            own["R2"].append(1 - error.item())
     for key, values in own.items():
-        assert report[key] == pytest.approx(values, rel=1e-2 if key == "RMSE" else 1e-3), key
-    bounds = zip(report["output, at least"], own["output"], report["output, at most"])
-    assert all(least < out < most for least, out, most in [*bounds][::2])
-    assert max(report["saturated"]) < 0.01
+        assert report[key] == pytest.approx(values, rel=1e-2, abs=1e-3), key
 
 
 def test_nag_compiles_to_one_kernel_forward_and_one_backward():
@@ -509,8 +506,7 @@ def test_bench_keeps_every_number(tmp_path, capsys):
     script("bench.py", what="forward,residual,train,memory,generate,mod", **how)
     printed, report = capsys.readouterr().out, json.load(open(how["out"]))
     assert set(report["forward"]) == set(report["train"]) == {"nag", "nag again"}
-    made = [(of["kernels"], of["bytes"]) for of in report["residual"].values()]
-    assert made[0] == made[1] > made[2] > (1, 16 * 2 * 32 * 32 * 2)  # the last has no modulator
+    assert [*report["residual"]] == ["nag", "nag again", "nag, no modulator"]
     train = report["train"]["nag"]
     assert train["first"] > train["median"] > train["refresh"] > 0
     prompt, decoding, forwards = report["generate"]
