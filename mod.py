@@ -31,6 +31,7 @@ Differs from the papers:
 
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -182,16 +183,11 @@ def balance(routers, shared, rate, world=1, memory=MEMORY):
     below = torch.cat([torch.zeros_like(below[:, :1]), below], dim=1)  # share below each bin edge
     overall = below.mean(0, keepdim=True).expand_as(below) if shared else below
 
-    # tau lies in the bin after the last edge with a share of at most `rate` below it
-    edge = (overall <= rate).sum(1, keepdim=True).clamp(max=BINS) - 1
-    low = overall.gather(1, edge)
-    high = overall.gather(1, edge + 1)
-    part = (rate - low) / (high - low).clamp(min=1e-12)  # where in that bin, from 0 to 1
-    taus = ((edge + part) / BINS)[:, 0].tolist()
-    share = 1 - torch.lerp(below.gather(1, edge), below.gather(1, edge + 1), part)
-    for router, tau, kept in zip(routers, taus, share[:, 0].tolist()):
+    edges = np.linspace(0, 1, BINS + 1)
+    for router, own, used in zip(routers, below.numpy(), overall.numpy()):
+        tau = np.interp(rate, used, edges)  # a share `rate` of the scores used lies below tau
         router.tau.fill_(tau if rate > 0 else 0.0)
-        router.share.fill_(kept)
+        router.share.fill_(1 - np.interp(tau, edges, own))
         router.update_k()
 
 

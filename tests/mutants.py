@@ -79,7 +79,7 @@ BREAKS = [  # (name, file, code before, code after, pytest -k expression of the 
      "if True else", "no_logit_sees"),
     ("score not in the output", "mod.py", "scale * q if self.learned else scale", "scale",
      "gathering"),
-    ("share for its complement", "mod.py", "share = 1 - torch.lerp(", "share = torch.lerp(",
+    ("share for its complement", "mod.py", "1 - np.interp(", "np.interp(",
      "tau_and_k"),
     ("a save changes a rank's scores", "mod.py", "router.fresh.clone()", "router.fresh",
      "scores_of_all_ranks"),
