@@ -1908,6 +1908,7 @@ BAD_INPUT = {
         ("--total_batch_tokens=-128", "must be above 0"), ("--seed=-1", "must be at least 0"),
         ("--warmup_iters=1.5", "must be whole steps, or a share of all below 1"),
         ("--min_lr=1.0", "must be from 0 to learning_rate"),
+        ("--wsd_share=0.3 --schedule=cosine", "wsd_share=0.3 needs schedule='wsd'"),
         ("--n_head=3", "does not divide into n_head=3"), ("--n_kv_head=0", "give at least 1"),
         ("--rope_base=0", "must be above 0"), ("--vocab_size=100", "set --vocab_size=257 or more"),
         ("--block_size=30000", "shorter than one window"), ("--data_dir=/x", "/x holds no prepar"),

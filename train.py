@@ -122,6 +122,7 @@ def check_settings():
         (f"{alpha_warmup_iters=}", turns or not alpha_warmup_iters, "residual='nag'"),
         ("bf16_stream=True", dtype == "bfloat16" or not config.bf16_stream, "dtype='bfloat16'"),
         (f"{max_iters=}", not budget_decides or "max_iters" not in given, "flops_budget=None"),
+        (f"{wsd_share=}", schedule == "wsd" or "wsd_share" not in given, "schedule='wsd'"),
         ("save_best=True", eval_interval > 0 or not save_best, "eval_interval above 0"),
         (f"{head_lr=}", not config.tied or given.get("head_lr") is None, "tied=False"),
         ("shard='fsdp'", world > 1 or shard != "fsdp", "several processes: use torchrun"),

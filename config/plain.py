@@ -10,7 +10,6 @@ embed_lr = None
 head_lr = None
 weight_decay = 0.1
 schedule = "cosine"
-wsd_share = 0.2
 warmup_iters = 50
 
 activation = "gelu"
