@@ -1,37 +1,17 @@
 """
-Llama-like 374M shape of the norm papers (295M with this vocabulary).
-It trains for 50000 steps of 32 x 1024 tokens of C4, with the settings of the BHyT paper for
-pre-norm (arXiv 2601.09719). For another mode, add its published_*.py after this file:
+Llama-like 374M shape of the norm papers (295M with this vocabulary), otherwise as llama_1b.py:
 torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py
 torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py config/published_bhyt.py
-The camera-ready version of that paper trains on 7.5e9 tokens: --max_iters=229000.
+The camera-ready version of the BHyT paper trains on 7.5e9 tokens: --max_iters=229000.
 """
 
-include = "plain.py"
+include = "llama_1b.py"
 
-data_dir = "data/c4"
 out_dir = "out/llama_374m"
-init_from = "auto"
-init_out = "plain"
 
-residual = "prenorm"
-n_layer = 16
 n_head = 16
 n_kv_head = 4
 n_embd = 1024
 n_hidden = 4096
-block_size = 1024
-vocab_size = 50304
-init_scale = 0.02
-activation = "swiglu"
-rope_base = 500000.0
 
 batch_size = 32
-total_batch_tokens = 32768
-learning_rate = 3e-4
-min_lr = 3e-5
-warmup_iters = 0.1
-weight_decay = 0.1
-max_iters = 50000
-eval_interval = 1000
-eval_tokens = 5242880
