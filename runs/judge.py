@@ -212,11 +212,7 @@ def train(scale, mode, lines_of, seeds, extra=()):
     the whole length with another learning rate.
     """
     choice = tune(scale, mode, lines_of)
-    first, *others = of_seeds(scale, mode, choice, seeds)
-    with ThreadPoolExecutor(1) as pool:
-        measured = pool.submit(lines_of, [first], LOOK)  # seed 1: also measured by depth
-        found = {1.0: lines_of(others)}
-    found[1.0] = measured.result() + found[1.0]
+    found = {1.0: lines_of(of_seeds(scale, mode, choice, seeds), LOOK)}
     for length, own in choices_at(scale, mode, choice, lines_of, extra).items():
         found[length] = lines_of(of_seeds(scale, mode, own, seeds, length))
     if extra:

@@ -403,12 +403,13 @@ def inside():
     """Each measurement from the lowest to the highest over the measured learning rates."""
     rows = []
     for mode in ("prenorm", "nag", "lns", "perinorm", "dyt", "bhyt"):
-        lines = [line for _, line in judge.lines_of_mode(scale_of("muon"), mode)]
+        known = judge.lines_of_mode(scale_of("muon"), mode)
+        lines = [line for full, line in known if full["seed"] == 1]
         row = [mode]
         for measure in INSIDE.values():
             values = [measure(line["depth"]) for line in lines if "depth" in line]
-            known = sorted(value for value in values if value is not None)
-            ends = [f"{value:.3g}" for value in known[:1] + known[-1:]]
+            values = sorted(value for value in values if value is not None)
+            ends = [f"{value:.3g}" for value in values[:1] + values[-1:]]
             row.append(" to ".join(dict.fromkeys(ends)))
         rows.append(row)
     return ("mode", *INSIDE), rows
