@@ -616,7 +616,7 @@ def check_settings(base):
     pick({"adamw": 0, "muon": 0}, optimizer, "optimizer")
     pick({"none": 0, "fsdp": 0}, shard, "shard")
     chosen = [pick(PARTS, part, "what") for part in what.split(",")]
-    tried = [base] if chosen == [size] else configs(base, modes).values()
+    tried = [base] if what == "size" else configs(base, modes).values()
     with torch.device("meta"):
         for config in tried:
             GPT(replace(config, n_layer=1))

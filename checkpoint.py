@@ -175,9 +175,10 @@ def inherit(saved, settings, given, going_on):
     if changed:
         differs = "; ".join(f"{key}={old[key]!r}, not {given[key]!r}" for key in changed)
         raise SystemExit(f"{saved['path']} was trained with {differs}")
-    if (kept | given)["learning_rate"] is None:
+    kept |= given
+    if kept["learning_rate"] is None:
         raise SystemExit(f"{saved['path']} was imported, without a learning rate: give one")
-    return kept | given
+    return kept
 
 
 def restore(state, optimizers):

@@ -220,6 +220,11 @@ def start_of_text(encoding):
     return getattr(encoding, "start", [encoding.eot_token])
 
 
+def begun(ids, encoding):
+    """Token ids after those that start a text; end-of-text if there are none at all."""
+    return [*start_of_text(encoding), *ids] or [encoding.eot_token]
+
+
 def fingerprint(encoding):
     """sha256 of everything that decides how text becomes token ids."""
     if isinstance(encoding, JsonTokenizer):

@@ -239,8 +239,7 @@ def sample(model, encoding, device):
 
 def begun_prompt(encoding):
     """Token ids of the prompt, after those that begin a text."""
-    ids = [*data.start_of_text(encoding), *encoding.encode_ordinary(prompt)]
-    return ids or [encoding.eot_token]
+    return data.begun(encoding.encode_ordinary(prompt), encoding)
 
 
 def decoding_speed(began, times):

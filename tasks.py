@@ -10,7 +10,7 @@ from itertools import groupby
 
 import torch
 
-from data import start_of_text
+from data import begun, start_of_text
 from generate import KVCache, stream_tokens
 
 # the tasks of the papers on norms
@@ -134,8 +134,8 @@ def write_until(model, encoding, context, stops, max_new, temperature, device):
     """
     size = model.config.block_size
     keep = max(size // 2, size - max_new)
-    ids = [*start_of_text(encoding), *encoding.encode_ordinary(context)[-max(1, keep - 1) :]]
-    start, written = torch.tensor([ids or [encoding.eot_token]], device=device), []
+    ids = begun(encoding.encode_ordinary(context)[-max(1, keep - 1) :], encoding)
+    start, written = torch.tensor([ids], device=device), []
     for token in stream_tokens(model, start, max_new, temperature, n_vocab=encoding.n_vocab):
         written.append(int(token))
         text = encoding.decode(written)

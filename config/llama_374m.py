@@ -1,5 +1,5 @@
 """
-Llama-like 374M shape of the norm papers (295M with this vocabulary), otherwise as llama_1b.py:
+The 374M shape of the norm papers (295M with this vocabulary). The rest is as in llama_1b.py:
 torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py
 torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py config/published_bhyt.py
 The camera-ready version of the BHyT paper trains on 7.5e9 tokens: --max_iters=229000.

@@ -1,5 +1,5 @@
 """
-Llama-like 3B shape of the norm papers, otherwise as llama_1b.py but for 60000 steps:
+The 3B shape of the norm papers, trained for 60000 steps. The rest is as in llama_1b.py:
 torchrun --standalone --nproc_per_node=8 train.py config/llama_3b.py
 torchrun --standalone --nproc_per_node=8 train.py config/llama_3b.py config/published_bhyt.py
 The camera-ready version of the BHyT paper trains on 20e9 tokens: --max_iters=610000.

@@ -20,8 +20,13 @@ def interval(values):
 
 
 def minus(a, b):
-    """The differences of pairs. Seeds that only one side has do not count."""
-    return [x - y for x, y in zip(a, b)]
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def minus_shared(a, b):
+    """The same for losses of seeds. Seeds that only one side has do not count."""
+    n = min(len(a), len(b))
+    return minus(a[:n], b[:n])
 
 
 def detectable(half, n):
@@ -76,8 +81,8 @@ def losses_of(lines):
 
 
 def differences(ours, theirs):
-    """The losses of our lines minus those of theirs."""
-    return minus(losses_of(ours), losses_of(theirs))
+    """Our losses minus theirs, for each seed."""
+    return minus_shared(losses_of(ours), losses_of(theirs))
 
 
 def gap_of(ours, theirs):
@@ -105,7 +110,7 @@ def slope(by_x):
 
 def gap_at(length, losses, by_length):
     """The interval of the differences from other runs, interpolated at a length."""
-    return interval(minus(losses, losses_at(length, by_length)))
+    return interval(minus_shared(losses, losses_at(length, by_length)))
 
 
 def losses_at(length, by_length):

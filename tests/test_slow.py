@@ -442,7 +442,7 @@ def test_the_script_of_bhyt_s_theory_reports_what_was_measured(data, tmp_path, m
             error = (measured - predicted).square().mean() / measured.var(correction=0)
             own["R2"].append(1 - error.item())
     for key, values in own.items():
-        assert report[key] == pytest.approx(values, rel=1e-2, abs=1e-3), key
+        assert report[key] == pytest.approx(values, rel=1e-2 if key == "R2" else 1e-3), key
 
 
 def test_nag_compiles_to_one_kernel_forward_and_one_backward():

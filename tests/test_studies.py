@@ -170,7 +170,7 @@ def test_the_chance_of_a_difference_is_a_twentieth_at_the_edge_of_its_interval()
 
 
 def test_identical_runs_do_not_differ():
-    same = stats.interval([0.0, 0.0, 0.0])
+    same = stats.interval(stats.minus([1.0, 1.2, 0.9], [1.0, 1.2, 0.9]))
     assert stats.p_value(same, 3) == 1
     assert stats.p_value((0.1, 0.0), 3) == 0
     found = stats.holm({"same": (same, 3), "other": ((-0.1, 0.001), 3)})
@@ -309,7 +309,7 @@ def test_the_figure_of_leads_by_depth_repeats_byte_by_byte(tmp_path):
 def test_seeds_that_only_one_side_has_do_not_count():
     lines = lambda *losses: [{"loss": loss} for loss in losses]
     gap = stats.gap_of(lines(1.0, 2.0, 9.0), lines(0.5, 1.0))
-    assert gap == stats.interval([0.5, 1.0])
+    assert gap == stats.interval(stats.minus([1.0, 2.0], [0.5, 1.0]))
     by_length = {1: [0.5, 1.0], 2: [0.4, 0.8, 0.7]}
     assert stats.gap_at(1, [1.0, 2.0, 9.0], by_length) == gap
 
@@ -320,11 +320,15 @@ def test_seeds_that_only_one_side_has_do_not_count():
 
 def test_the_second_opinion_is_the_signed_rank_test():
     torch.manual_seed(0)
-    for _ in range(50):  # of 8 values, the 4th of their means in pairs is an end of the interval
-        values = (torch.randn(8) + torch.randn(1)).tolist()
-        means = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
-        word = "better" if means[-4] < 0 else "worse" if means[3] > 0 else "undecided"
-        assert stats.signed_rank_verdict(values) == word
+    words = []
+    for n, k in ((6, 1), (8, 4), (11, 11)):  # the k-th means of two values are the ends: a table
+        for shift in torch.linspace(-1.5, 1.5, 31):
+            values = (torch.randn(n) + shift).tolist()
+            means = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
+            word = "better" if means[-k] < 0 else "worse" if means[k - 1] > 0 else "undecided"
+            words.append(stats.signed_rank_verdict(values))
+            assert words[-1] == word
+    assert {*words} == {"better", "undecided", "worse"}
     assert stats.signed_rank_verdict([-1.0] * 5) is None
 
     lines = lambda losses: [{"loss": loss, "params": 1} for loss in losses]
