@@ -39,7 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from configurator import configure, settings_of
+from configurator import check, configure, settings_of
 from data import write_json
 from generate import FOLDS, KVCache, compiled_step, next_token
 from machine import autocast, commit, cores, device_name, peak_flops, pick_device, prepare_process
@@ -610,8 +610,16 @@ def unused_settings():
     return {name for name in names if not name.startswith(("sft_", "lora_"))}
 
 
-def check_settings(base):
+RULES = (
+    ("batch_size loss_chunk prompt_tokens ranks", lambda v: v > 0, "above 0"),
+    ("rounds", lambda v: v > 1, "at least 2"),
+    ("rates", lambda v: all(0 <= float(rate) < 1 for rate in v.split(",")), "shares below 1"),
+)
+
+
+def check_settings(base, settings):
     """The chosen parts. A bad value is an error before any work."""
+    check(settings, RULES)
     pick({"bfloat16": 0, "float32": 0}, dtype, "dtype")
     pick({"adamw": 0, "muon": 0}, optimizer, "optimizer")
     pick({"none": 0, "fsdp": 0}, shard, "shard")
@@ -643,7 +651,7 @@ def main():
     prepare_process(device)
     base = GPTConfig(**{name: settings[name] for name in MODEL_SETTINGS})
     try:
-        chosen = check_settings(base)
+        chosen = check_settings(base, settings)
     except ValueError as error:
         raise SystemExit(f"bench.py: {error}") from error
     torch._dynamo.config.recompile_limit = 256  # one process compiles many modes

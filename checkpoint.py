@@ -56,9 +56,16 @@ def locate(path):
     return path
 
 
-def copy_tokenizer(folder, to):
+def prepare_folder(path):
+    """Make the folder of a new file. A file that exists is not overwritten."""
+    if os.path.exists(path):
+        raise SystemExit(f"{path} already exists: give another name")
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+
+
+def copy_tokenizer(folder, to, names=("tokenizer.json", "tokenizer_config.json")):
     """Copy the tokenizer of an imported model, if there is one. It lies beside the checkpoint."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in names:
         path, new = os.path.join(folder, name), os.path.join(to, name)
         if os.path.exists(path) and not os.path.exists(new):
             with atomic(new) as file, open(path, "rb") as source:

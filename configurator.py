@@ -180,6 +180,17 @@ def convert(source, key, value, types):
     raise SystemExit(f"{source}: {key} expects {expected}, got {value!r} ({type(value).__name__})")
 
 
+def check(settings, rules):
+    """Exit if a setting has a bad value. None is never one.
+
+    rules: (names of settings, condition on their values, the condition in words)
+    """
+    for keys, holds, words in rules:
+        for key in keys.split():
+            if settings[key] is not None and not holds(settings[key]):
+                raise SystemExit(f"{key}={settings[key]!r}: must be {words}")
+
+
 def print_help(namespace, settings):
     print((namespace["__doc__"] or "").strip() + "\n\nsettings, as --key=default:")
     for key, setting in settings.items():

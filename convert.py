@@ -155,6 +155,7 @@ def text_of(state, config):
 
 def main(path, to, *argv):
     settings, given = configure(globals(), GPTConfig, argv=argv)
+    checkpoint.prepare_folder(to)
     state, source = checkpoint.load_model(path)
     refuse_adapters(state)
     residual = settings["residual"]

@@ -30,6 +30,8 @@ HEADER = struct.Struct("<8sII Q 32s 8x")
 MAGIC, VERSION = b"resshard", 1
 EOT = "<|endoftext|>"
 AGAIN = "delete the folder and prepare the data again"
+META = {"tokenizer", "tokenizer_sha256", "vocab_size", "eot", "splits"}  # what meta.json must have
+SHARD = {"file", "tokens", "sha256"}  # and what it must say of every shard
 PATIENCE = 3600  # stop reading after this many seconds without a new record from the hub
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
@@ -171,11 +173,8 @@ class JsonTokenizer:
     def own_start(self):
         """The ids that the tokenizer itself puts before a text, such as begin-of-text.
 
-        As in transformers, add_bos_token in tokenizer_config.json goes before tokenizer.json.
+        As in transformers, tokenizer.json decides, and not add_bos_token beside it.
         """
-        asked = self.beside("tokenizer_config.json").get("add_bos_token")
-        if asked is not None and self.bos_token is not None:
-            return [self.bos_token] if asked else []
         made = self.inner.encode("a")
         pairs = takewhile(lambda pair: pair[1], zip(made.ids, made.special_tokens_mask))
         return [i for i, _ in pairs]
@@ -276,14 +275,18 @@ def read_documents(path, column="text"):
     kind = next((kind for ending, kind in kinds.items() if path.endswith(ending)), None)
     if kind is None:
         raise SystemExit(f"{path}: expected a file that ends in {', '.join(kinds)}")
+    if os.path.exists(path) and not os.path.getsize(path):
+        return
     options = {"sample_by": "document"} if kind == "text" else {}
     load = partial(load_dataset, kind, data_files=[path], split="train", streaming=True, **options)
-    for n, record in enumerate(read_hub(path, load) if path.startswith("hf://") else load()):
-        if not isinstance(record.get(column), str):
-            raise SystemExit(
-                f"{path}: record {n} has no {column}: C4's records are {{'text': ..., 'url': ...}}"
-            )
-        yield record[column]
+    try:
+        for n, record in enumerate(read_hub(path, load) if path.startswith("hf://") else load()):
+            if not isinstance(record.get(column), str):
+                example = "C4's records are {'text': ..., 'url': ...}"
+                raise SystemExit(f"{path}: record {n} has no {column}: {example}")
+            yield record[column]
+    except (ValueError, EOFError) as error:  # not UTF-8, not JSON, cut short
+        raise SystemExit(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
 
 
 def read_hub(path, load):
@@ -339,7 +342,12 @@ def read_meta(directory):
         raise SystemExit(
             f"{directory} holds no prepared data (no meta.json): run python prepare_c4.py first"
         )
-    return json.load(open(path))
+    with suppress(ValueError, LookupError, AttributeError, TypeError):
+        meta = json.load(open(path))
+        shards = [shard for split in ("val", "train") for shard in meta["splits"][split]["shards"]]
+        if META <= meta.keys() and all(SHARD <= shard.keys() for shard in shards):
+            return meta
+    raise SystemExit(f"{path} is damaged, or from another version of prepare_c4.py: {AGAIN}")
 
 
 def open_shard(path, meta, expected):

@@ -24,7 +24,7 @@ import depth
 import mod
 import prune
 from checkpoint import load_model
-from configurator import configure
+from configurator import check, configure
 from generate import FOLDS, stream_tokens
 from machine import autocast, can_compile, pick_device, pick_dtype, prepare_process
 from model import evaluate
@@ -122,7 +122,10 @@ def read_texts(source, column, split):
     if os.path.exists(source):
         if source.endswith((".json.gz", ".jsonl", ".jsonl.gz", ".parquet")):
             return data.read_documents(source, column)
-        return [open(source, encoding="utf-8").read()]
+        try:
+            return [open(source, encoding="utf-8").read()]
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"text={source!r} cannot be read: {error}") from None
     if "/" not in source:
         raise SystemExit(f"text={source!r}: no such file, and not OWNER/NAME of a data set")
     from datasets import load_dataset
@@ -336,8 +339,19 @@ def dial(model, rows):
     return {"prune": {"skipped": skipped, "FLOPs left": left}}
 
 
+ABOVE_0 = "batch_size eval_tokens context depth_tokens top_k limit loss_chunk"
+RULES = (
+    (ABOVE_0, lambda v: v > 0, "above 0"),
+    ("max_new_tokens temperature num_fewshot seed", lambda v: v >= 0, "at least 0"),
+    ("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    ("val_part", lambda v: v in ("all", "tune", "report"), "all, tune or report"),
+)
+
+
 def refuse_unused(model, given):
-    """Settings of prune.py are errors where prune.py does not run."""
+    """Settings that the chosen text or model does not use are errors."""
+    if text is not None and "val_part" in given:
+        raise SystemExit(f"{val_part=} is for the validation split, not for text={text!r}")
     for key in ("prune_unit", "prune_by"):
         if key in given and (mod_rate is None or mod.routers(model)):
             raise SystemExit(f"{key}={given[key]!r} needs mod_rate, and a model without routers")
@@ -370,7 +384,10 @@ def choose_parts(model, settings, has_shards):
 def open_data(state, model):
     """The windows of the validation split, or None without shards, and the tokenizer."""
     directory, meta = data_dir or state["settings"]["data_dir"], state["meta"]
-    if directory is None:
+    has_shards = directory is not None and os.path.exists(os.path.join(directory, "meta.json"))
+    if data_dir is None and directory is not None and not has_shards:
+        print(f"the shards are no longer in {directory}: if you moved them, give --data_dir")
+    if data_dir is None and not has_shards:
         if not meta["tokenizer"]:
             raise SystemExit("this model was imported without a tokenizer.json: give --data_dir")
         return None, data.meta_tokenizer(os.path.dirname(state["path"]), meta)
@@ -387,6 +404,7 @@ def open_data(state, model):
 def main():
     global device
     settings, given = configure(globals(), argv=sys.argv[1:])
+    check(settings, RULES)
     device = pick_device(device)
     prepare_process(device)
     pick_dtype(dtype, device.type)  # refuse an unknown dtype before any work
@@ -409,7 +427,7 @@ def main():
     if text is not None:
         rows = TextWindows(texts, encoding, T, eval_tokens)
     if mod_rate is not None:
-        chosen, rows = choosing_rows(data_dir or state["settings"]["data_dir"], rows, T)
+        chosen, rows = choosing_rows(windows and windows.directory, rows, T)
         dialled = dial(model, chosen)
 
     print(f"{state['path']}: {', '.join([*dialled, *parts])}")

@@ -25,7 +25,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -350,9 +349,9 @@ def import_model(source, to, context=None):
     safetensors()
     if checkpoint.newest(to):
         fail(f"{to} already holds a checkpoint: give another --out_dir")
+    if os.path.exists(os.path.join(to, "config.json")):
+        fail(f"{to} holds a model of Hugging Face: give another --out_dir")
     folder = folder_of(source)
-    if os.path.realpath(folder) == os.path.realpath(to):
-        fail(f"{to} is the model's own folder: give another --out_dir")
     keys = read_json(os.path.join(folder, "config.json"))
     config = to_settings(keys, context)
     wanted = file_names(config)
@@ -369,7 +368,7 @@ def import_model(source, to, context=None):
     state["model"] = tensors
     os.makedirs(to, exist_ok=True)
     if meta["tokenizer"]:
-        shutil.copyfile(os.path.join(folder, "tokenizer.json"), os.path.join(to, "tokenizer.json"))
+        checkpoint.copy_tokenizer(folder, to, names=["tokenizer.json"])
         special = special_tokens(meta_tokenizer(to, meta))
         write_json(os.path.join(to, "tokenizer_config.json"), special)
     path = os.path.join(to, checkpoint.NEWEST)
@@ -462,7 +461,7 @@ def export_model(path, folder):
     library.torch.save_file(tensors, file + ".tmp", metadata={"format": "pt"})
     os.replace(file + ".tmp", file)
     if encoding is not None:
-        shutil.copyfile(encoding.path, os.path.join(folder, "tokenizer.json"))
+        checkpoint.copy_tokenizer(os.path.dirname(encoding.path), folder, names=["tokenizer.json"])
         write_json(os.path.join(folder, "tokenizer_config.json"), special_tokens(encoding))
     write_json(os.path.join(folder, "config.json"), keys)  # last: it marks a complete export
     print(f"{folder}: a {keys['model_type']} model with {len(tensors)} tensors")

@@ -165,14 +165,19 @@ def read_conversations(source):
 
     source: a file of JSON lines, or a dataset on the hub, with LIMA's {"conversations": [...]}.
     """
-    if os.path.exists(source):
-        records = map(parsed, filter(str.strip, open(source, encoding="utf-8")))
-    elif str(source).endswith((".json", ".jsonl")):
-        raise SystemExit(f"{source}: no such file")
-    else:
-        from datasets import load_dataset
+    try:
+        if os.path.exists(source):
+            records = map(parsed, filter(str.strip, [*open(source, encoding="utf-8")]))
+        elif str(source).endswith((".json", ".jsonl")):
+            raise SystemExit(f"{source}: no such file")
+        else:
+            from datasets import load_dataset
 
-        records = load_dataset(source, split="train")
+            records = load_dataset(source, split="train")
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        may_help = "" if os.path.exists(source) else "; HF_TOKEN may help for a dataset on the hub"
+        raise SystemExit(f"{source} cannot be read: {reason}{may_help}") from None
     for n, record in enumerate(records):
         turns = record.get("conversations") if isinstance(record, dict) else None
         if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
@@ -265,6 +270,7 @@ def shares_of(batches, world):
 
 def main(path, to):
     """Write a checkpoint with its adapters merged, for --init_from."""
+    checkpoint.prepare_folder(to)
     state, model = checkpoint.load_model(path)
     if state.pop("lora", None) is None:
         raise SystemExit(f"{path} has no adapters to merge")

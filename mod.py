@@ -64,6 +64,8 @@ class Router(nn.Module):
         self.register_buffer("histogram", torch.zeros(BINS))
         fresh = torch.zeros(BINS, dtype=torch.int64)  # this rank's scores since the last balance
         self.register_buffer("fresh", fresh)
+        weight = torch.ones(1, dtype=torch.int64)  # 0 when a forward is recomputed
+        self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("tau", torch.zeros(1))
         share = torch.tensor([1.0 - self.rate])  # share of tokens that run in training
         self.register_buffer("share", share)
@@ -150,9 +152,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def count(self, q):
-        """Add scores to the histogram of this rank."""
+        """Add scores to the histogram of this rank, once in each forward of the model."""
         bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
-        self.fresh.index_add_(0, bins, torch.ones_like(bins))
+        self.fresh.index_add_(0, bins, self.weight.expand_as(bins))
+        self.weight.zero_()
 
 
 def check(config, residual):
@@ -163,6 +166,11 @@ def check(config, residual):
         raise ValueError("mod_router='nag' needs nag_directions above 0: else all q are equal")
     if kind != "nag" and config.mod_fallback:
         raise ValueError(f"mod_router={kind!r} does not use mod_fallback: leave it at False")
+
+
+def begin_forward(model):
+    for router in routers(model):
+        router.weight.fill_(1)
 
 
 def routers(model):

@@ -33,6 +33,7 @@ import math
 import os
 import statistics
 import sys
+from contextlib import suppress
 from functools import partial
 
 # Colours of Okabe and Ito, and of Tol, which colour-blind readers can tell apart.
@@ -74,11 +75,20 @@ def need(path):
     return open(path)
 
 
+def lines_of(run):
+    """The lines of a run's log, without those that a crash has damaged."""
+    for line in need(os.path.join(run, "log.jsonl")):
+        with suppress(ValueError):
+            yield json.loads(line)
+
+
+def header_of(run):
+    return next(line["run"] for line in lines_of(run) if "run" in line)
+
+
 def read_log(run):
     """(settings, records) of a run, one record per logged step."""
-    lines = [json.loads(line) for line in need(os.path.join(run, "log.jsonl"))]
-    settings = next(line["run"]["settings"] for line in lines if "run" in line)
-    return settings, [line for line in lines if "step" in line]
+    return header_of(run)["settings"], [line for line in lines_of(run) if "step" in line]
 
 
 def read_eval(run, part):
@@ -95,9 +105,7 @@ def refuse_mixed_data(runs):
     """Refuse runs on different data. For example, data/python depends on the Python version."""
     seen = {}
     for run in runs:
-        lines = need(os.path.join(run, "log.jsonl"))
-        header = next(json.loads(line) for line in lines if '"run"' in line)["run"]
-        seen.setdefault(str(header.get("data")), run)
+        seen.setdefault(str(header_of(run).get("data")), run)
     if len(seen) > 1:
         one, two, *_ = seen.values()
         different = f"{one} and {two} were trained on different data"
@@ -107,7 +115,8 @@ def refuse_mixed_data(runs):
 def steps_of(run):
     """Records of a run from step 1 on, each with the training seconds so far."""
     steps = [record for record in read_log(run)[1] if record["step"]]
-    seconds, tokens = 0.0, 0
+    header = header_of(run)
+    seconds, tokens = 0.0, header["from_step"] * header["tokens_per_step"]  # a branch starts late
     for record in steps:
         seconds += (record["tokens"] - tokens) / record["tok_s"]
         tokens = record["tokens"]

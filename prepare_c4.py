@@ -269,10 +269,11 @@ def open_meta(directory, name, encoding, settings, train, val):
     if os.path.exists(path):
         old = data.read_meta(directory)
         differs = [key for key in meta if key != "splits" and meta[key] != old.get(key)]
-        if differs:
+        if not differs:
+            return old
+        if any(split["shards"] for split in old["splits"].values()):
             different = f"{directory} was prepared with another {', '.join(differs)}"
             raise SystemExit(f"{different}: choose another --data_dir")
-        return old
     if local:
         shutil.copyfile(name, os.path.join(directory, meta["tokenizer"]))
     data.write_json(path, meta)
@@ -296,7 +297,7 @@ def prepare(settings):
     directory = settings["data_dir"] or f"data/{source if source in ('python', 'c4') else 'text'}"
     if settings["verify"]:
         return check_shards(directory)
-    workers = settings["workers"] or cores()
+    workers = cores() if settings["workers"] is None else settings["workers"]
     if source == "c4" and limit is None:
         size = "C4 has about 160e9 tokens, 320 GB of shards"
         raise SystemExit(f"{size}: say how many you want with --max_tokens=1e9")

@@ -1244,6 +1244,21 @@ def test_a_checkpoint_sums_the_scores_of_all_ranks_and_leaves_those_of_each_alon
     assert all(x.sum() == 2 * 32 for x in before.values())
 
 
+@cases("compile", [False, True])
+def test_a_forward_that_is_recomputed_counts_its_scores_once(compile):
+    counts = {}
+    for recompute in (False, True):
+        model = tiny(**MOD)
+        model.recompute = recompute
+        if compile:
+            model.compile_blocks()
+        for seed in (1, 2):  # two micro-steps
+            model(*[some_ids(seed=seed)] * 2)[1].backward()
+        counts[recompute] = torch.stack([router.fresh for router in mod.routers(model)])
+    assert torch.equal(counts[True], counts[False])
+    assert counts[True].sum(1).tolist() == [2 * 2 * 32] * len(counts[True])
+
+
 @cases("rate", [0.1, 0.35, 0.6])
 def test_a_model_can_be_calibrated_to_another_rate(rate):
     model, x = routed(mod_on="both", mod_rate=0.2), some_ids(64, seed=9)
@@ -1452,14 +1467,21 @@ def test_a_shard_that_has_changed_is_found(data, tmp_path, capsys):
     ("--tokenizer=gpt5", "choose bytes, a .tiktoken file, a tokenizer.json, or one of gpt2"),
     ("--tokenizer=my.tiktoken", "my.tiktoken: no such tokenizer file"),
     ("--source=a.jsonl --data_dir=made", "prepared with another made_from"),
+    ("--source=cut.jsonl", "cut.jsonl cannot be read"), ("--workers=0", "at least 1"),
+    ("--source=latin.txt", "latin.txt cannot be read"), ("--source=nothing.jsonl", "no text for"),
 ])  # fmt: skip
 def test_preparation_refuses_what_it_cannot_do(texts, argv, message):
     (texts / "bad.jsonl").write_text('{"body": "x"}\n')
+    (texts / "cut.jsonl").write_text('{"text": "x"}\n{"text": "y')
+    (texts / "latin.txt").write_bytes("Grüße".encode("latin1"))
+    (texts / "nothing.jsonl").write_text("")
     write_jsonl(texts / "empty.jsonl", [""])
     if "made" in argv:
         make_data("made", "--source=a.jsonl", "--tokenizer=bytes", "--val_share=0.3")
     with pytest.raises(SystemExit, match=re.escape(message)):
         make_data("new", "--tokenizer=bytes", *argv.split())
+    if "made" not in argv:  # a folder without shards is free for the next attempt
+        make_data("new", "--source=a.jsonl", "--tokenizer=bytes", "--val_share=0.3")
 
 
 def test_windows_tile_each_shard_and_wide_vocabularies_get_wide_tokens(data):
@@ -1930,8 +1952,15 @@ BAD_INPUT = {
         ("--limit=3", "limit=3 is for tasks"),
         (f"--what=sample --text={HERE}/README.md", f"text='{HERE}/README.md' is for loss"),
         ("--what=loss --dtype=half", "must be auto, float32"), ("--mod_rate=1", "and below 1"),
+        ("--batch_size=0", "above 0"), ("--context=0", "above 0"), ("--temperature=-1", "at least"),
+        ("--top_p=2", "at most 1"), ("--val_part=half", "must be all, tune or report"),
+        (f"--text={HERE}", "cannot be read"), (f"--text={HERE}/results/modes.png", "cannot be r"),
+        (f"--text={HERE}/README.md --val_part=tune", "is for the validation split, not for text"),
     ],
-    "bench.py": [("--what=speed", "choose one of forward"), ("--modes=nagg", "choose one of none")],
+    "bench.py": [
+        ("--what=speed", "choose one of forward"), ("--modes=nagg", "choose one of none"),
+        ("--rounds=1", "at least 2"), ("--rates=2", "shares below 1"), ("--ranks=0", "above 0"),
+    ],
 }  # fmt: skip
 
 
@@ -2105,6 +2134,8 @@ def without(state, name):
     ("data/meta.json", os.remove, "no meta.json"),
     ("data/meta.json", edited(lambda b: b.replace(b"60000", b"59")), "tokens, meta.json says 59"),
     ("data/meta.json", edited(lambda b: b.replace(b": true", b": false")), "was cut short"),
+    ("data/meta.json", edited(lambda b: b[:-10]), "is damaged, or from another version"),
+    ("data/meta.json", edited(lambda b: b.replace(b"sha256", b"sha")), "is damaged, or from"),
     ("data/val_00000.bin", os.remove, "val_00000.bin is listed in meta.json but missing"),
     ("data/val_00000.bin", edited(lambda b: b[:-10]), "val_00000.bin is truncated"),
     ("data/val_00000.bin", edited(lambda b: b[:20]), "val_00000.bin is no shard"),
@@ -2183,6 +2214,13 @@ def test_the_best_loss_counts_on_the_same_validation_text_only(data, runs, tmp_p
     last = log_of(run).val_losses[-1]
     assert last > 0.5 and checkpoint(run)["best_val_loss"] == (best or last)
     assert (run / "ckpt_best.pt").exists() == (best is None)
+
+
+def test_the_best_checkpoint_can_be_the_first(data, tmp_path):
+    train(data, tmp_path / "run", max_iters=4, eval_interval=2, learning_rate=10.0, save_best=True)
+    losses = log_of(tmp_path / "run").val_losses
+    saved = torch.load(tmp_path / "run" / "ckpt_best.pt", weights_only=True)
+    assert saved["step"] == 0 and saved["best_val_loss"] == losses[0] == min(losses)
 
 
 # --- Evaluation -----------------------------------------------------------------------------------
@@ -2413,6 +2451,15 @@ def test_evaluation_and_scores_hold_no_more_logits_than_loss_chunk():
     assert largest.numel <= 32 * 4096  # the head itself
 
 
+def test_a_run_whose_shards_are_gone_can_still_be_sampled(runs, tmp_path, capsys):
+    run = shutil.copytree(runs / "a", tmp_path / "run")
+    moved = resaved(lambda state: state | {"settings": state["settings"] | {"data_dir": "/gone"}})
+    moved(run / "ckpt.pt")
+    evaluated(run, "sample", max_new_tokens=2)
+    assert "the shards are no longer in /gone" in capsys.readouterr().out
+    refuses("give --text or --data_dir", evaluated, run, "loss")
+
+
 def test_a_sample_begins_with_end_of_text_and_every_setting_matters(runs, monkeypatch):
     seen, real = [], generate.stream_tokens
 
@@ -2490,6 +2537,12 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
     assert all(drawn(figure) == made[figure] for figure in ("loss", "variance", "map"))
     assert steps[-1]["seconds"] == pytest.approx(sum(128 / r["tok_s"] for r in steps))
     assert steps[0]["step"] == 1
+    log = (runs / "a" / "log.jsonl").read_text().replace('"from_step": 0', '"from_step": 2')
+    later = "\n".join(log.splitlines()[:1] + log.splitlines()[4:])  # a branch from step 2
+    (tmp_path / "log.jsonl").write_text(later + '\n{"step": 9, "lo')
+    assert plot.steps_of(tmp_path)[0]["seconds"] == pytest.approx(
+        steps[2]["seconds"] - steps[1]["seconds"]
+    )
     assert {k: len(v[1]) for k, v in plot.grouped(dense).items()} == {"nag": 2, "lns": 1}
     refuses("nowhere/log.jsonl is missing", plot.main, "loss", x, "nowhere")
     refuses("no figure 'lss': choose one of loss", plot.main, "lss", x, *dense)

@@ -30,7 +30,7 @@ import machine
 import mod
 import moe
 import muon
-from configurator import configure, echo
+from configurator import check, configure, echo
 from data import Loader, Windows, atomic, eval_batches, is_imported, micro_batches, spread
 from depth import gate_health
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, evaluate, init_out
@@ -96,7 +96,7 @@ ABOVE_0 = "max_iters batch_size log_interval loss_chunk learning_rate eval_token
 ABOVE_0 += " total_batch_tokens wsd_share"
 AT_LEAST_0 = "seed weight_decay grad_clip gate_lr embed_lr head_lr warmup_iters alpha_warmup_iters"
 AT_LEAST_0 += " eval_interval save_interval keep_interval lora_rank"
-RULES = (  # (names of settings, condition on their values, the condition in words)
+RULES = (
     ("optimizer", lambda v: v in ("adamw", "muon"), "adamw or muon"),
     ("schedule", lambda v: v in ("cosine", "wsd"), "cosine or wsd"),
     ("shard", lambda v: v in ("none", "fsdp"), "none or fsdp"),
@@ -111,10 +111,7 @@ RULES = (  # (names of settings, condition on their values, the condition in wor
 
 def check_settings():
     """Fail if a setting has no valid value, or needs another one."""
-    for keys, holds, text in RULES:
-        for key in keys.split():
-            if settings[key] is not None and not holds(settings[key]):
-                fail(f"{key}={settings[key]!r}: must be {text}")
+    check(settings, RULES)
     mode = RESIDUALS.get(config.residual)  # None: GPT refuses an unknown name
     turns = mode is not None and mode.rotates
     budget_decides = flops_budget is not None and "flops_budget" not in given  # a checkpoint's
@@ -498,6 +495,15 @@ def validate():
     return seen
 
 
+def keep_best(val_loss):
+    """Note the validation loss, and save the checkpoint if it is the best so far and wanted."""
+    global best_val_loss
+    if (val_loss or math.inf) < best_val_loss:
+        best_val_loss = val_loss
+        if save_best:
+            save("best")
+
+
 def show(record, eta):
     if not is_main:
         return
@@ -578,6 +584,7 @@ if step == 0 and eval_interval:
     log({"step": 0, "tokens": 0, "flops": 0} | seen)
     if is_main:
         print(f"step 0 | val {seen['val_loss']:.4f}")
+    keep_best(seen["val_loss"])
 
 stopped, busy, since, last_save = False, 0.0, step, time.monotonic()
 while not finished() and not stopped:
@@ -620,11 +627,9 @@ while not finished() and not stopped:
 
     if bad_steps >= MAX_BAD_STEPS:
         bad = f"{bad_steps} steps in a row, up to step {step}, had a loss or gradient that is not"
-        fail(f"{bad} finite; the last good checkpoint is untouched: resume with a lower rate")
-    if (record["val_loss"] or math.inf) < best_val_loss:
-        best_val_loss = record["val_loss"]
-        if save_best:
-            save("best")
+        kept = "if the newest checkpoint is bad, too, give a kept one as --branch_from"
+        fail(f"{bad} finite, and were not saved: resume with a lower rate; {kept}")
+    keep_best(record["val_loss"])
     if due(keep_interval) and not bad_steps:
         save("kept")
     if (save_now or due(save_interval) or stopped or finished()) and not bad_steps:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 import bhyt
 import convert
+import lora
 import nag
 from attention import rotary_table
 from checkpoint import load_model
@@ -210,6 +211,14 @@ def test_the_seed_decides_the_weights_that_prenorm_does_not_have(base, tmp_path)
 def test_what_cannot_be_converted_is_refused_in_one_line(base, tmp_path, given, why):
     refuses(why, converts, base, tmp_path / "x.pt", **given)
     assert not (tmp_path / "x.pt").exists()
+
+
+def test_no_file_is_overwritten(base, tmp_path):
+    before = (base / "ckpt.pt").read_bytes()
+    for main, *argv in ((convert.main, "--residual=bhyt"), (lora.main,)):
+        refuses("ckpt.pt already exists", main, str(base / "ckpt.pt"), str(base / "ckpt.pt"), *argv)
+    assert (base / "ckpt.pt").read_bytes() == before
+    converts(base, tmp_path / "new" / "x.pt", residual="bhyt")  # in a new folder
 
 
 def test_only_a_plain_pre_norm_model_is_converted(base, runs, tmp_path):

@@ -301,7 +301,8 @@ def test_the_head_of_a_tied_model_is_its_embedding(tmp_path):
 @pytest.mark.slow
 def test_import_says_what_is_missing(tmp_path, monkeypatch):
     refuses("not a folder", hf.import_model, str(tmp_path / "nowhere"), str(tmp_path / "out"))
-    refuses("own folder", hf.import_model, str(tmp_path), str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    refuses("holds a model of Hugging Face", hf.import_model, "a/b", str(tmp_path))
     monkeypatch.setitem(sys.modules, "safetensors", None)
     refuses("pip install safetensors", hf.import_model, str(tmp_path), str(tmp_path / "out"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -356,6 +357,11 @@ def test_a_tokenizer_json_makes_the_same_ids_and_counts_bytes_exactly(tmp_path):
     assert 1 not in encoding.encode_ordinary("a</s>b") and encoding.own_start() == [0]
     make_tokenizer(tmp_path, begins=False)
     assert data_file.get_tokenizer(str(tmp_path / "tokenizer.json")).own_start() == []
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert data_file.get_tokenizer(str(tmp_path / "tokenizer.json")).own_start() == []
+    transformers = pytest.importorskip("transformers")
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path)("a").input_ids) == 1
     (tmp_path / "tokenizer_config.json").unlink()
     refuses(
         "needs tokenizer_config.json", data_file.get_tokenizer, str(tmp_path / "tokenizer.json")

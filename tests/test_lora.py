@@ -100,6 +100,9 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
         path.write_text(bad + "\n")
         refuses("record 0 is not", packed, "val")
     path.unlink()
+    path.write_bytes(b'{"conversations": ["\xff", "b"]}')
+    refuses("c.jsonl cannot be read", packed, "val")
+    path.unlink()
     refuses("c.jsonl: no such file", packed, "val")
 
 
