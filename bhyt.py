@@ -15,7 +15,7 @@ x is the stream, v the mean of x^2 over the d = n_embd features, T the context l
 
 Differs from the paper and its release:
 - c is recomputed every INTERVAL steps; the release does so every clamp(max_steps // 50, 1, 1000).
-  Its first c is computed before the final initialisation, and is stale until then.
+  The release computes its first c before the final initialisation, so that one is wrong.
 - tanh and 1 / sqrt(v + eps) are float32 here; the release casts both to bfloat16.
 - Not here: the release's learned corrections, gamma^2 in (3), a measured variance in the first
   blocks, and a kappa that depends on depth, all optional there.

@@ -11,17 +11,17 @@ A router gives each token a score q in [0, 1] before any expensive work:
 Evaluation and generation are causal. A token runs where q >= tau.                              (3)
 
 Training runs the k tokens of a sequence with the highest q. They are gathered, so that the
-others are not computed. Top-k looks at later tokens and is never used for reported results.
+others are not computed. Top-k looks at later tokens: eval.py reports its loss apart from the loss.
 
 A running histogram of q sets tau and k, after the first step and then every BALANCE steps.     (4)
 With mod_budget "global", all sublayers share one tau, below which on average mod_rate of the scores
 lie. Each sublayer's k follows from its own scores above tau. With "layer", each has its own tau.
 
-A token that skips passes unchanged. With the nag router and mod_fallback, it rotates by the same a
+A token that skips gets no update. With the nag router and mod_fallback, it rotates by the same a
 towards a learned v_l. Keys and values are computed for all tokens. Queries, scores, the output
 projection, the MLP and the experts are computed only for running tokens. In evaluation, sequences
-are padded to the number of queries of the sequence with the most running tokens. A compiled model
-computes all tokens and masks the output, because its shapes cannot depend on the data. So eager
+are padded to the number of queries of the sequence with the most running tokens. There a compiled
+model computes all tokens and masks the output: its shapes cannot depend on the data. So eager
 decoding of one sequence saves the time of what a token skips, and compiled decoding saves none.
 
 Differs from the papers:

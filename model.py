@@ -1,7 +1,7 @@
 """
-A GPT with interchangeable residual modes. The rest is standard: rotary positions, grouped-query
-attention, an MLP. A residual mode changes two lines of Block.sublayer: the one that reads the
-stream and the one that writes to it.
+A GPT with interchangeable residual modes. The rest is nearly standard: rotary positions,
+grouped-query attention, an MLP. A mode decides two lines of Block.sublayer, the one that reads the
+stream and the one that writes to it, and how the stream begins and ends; nGPT changes more.
 
 Sizes in comments: B batch, T time, C n_embd, H n_head, G n_kv_head, D head width, V vocab_size.
 """
@@ -72,7 +72,7 @@ class GPTConfig:
     nag_directions: int = 32  # nag: directions of the modulator; 0: no modulator, m = 1
     nag_centre: bool = True  # nag: subtract the mean from updates
     nag_orthogonal: bool = True  # nag: remove the part of an update along the stream
-    nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: a constant
+    nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: g_dec alone does
     nag_first_logits: float | None = 0.75  # nag: std of first logits; None: exp(s) <r, w> / d
     hc_streams: int = 4  # hc, mhc, ihc: number of streams
     mhc_start: str = "prenorm"  # mhc, ihc: first maps: prenorm, paper or deepseek

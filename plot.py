@@ -24,8 +24,8 @@ From JSON files of bench.py, in place of runs:
     speed       time relative to the first candidate
 
 Runs that differ only in the seed become one line: their mean, with a band from the lowest to the
-highest. plot.py writes OUT.png and OUT.svg. The same input gives the same bytes. A missing file is
-an error.
+highest; flops and time draw each run. plot.py writes OUT.png and OUT.svg. The same input gives the
+same bytes. A missing file is an error.
 """
 
 import json

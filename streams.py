@@ -35,7 +35,7 @@ Cost: n streams take n times the reads and writes of the stream, and `recompute`
 bytes. In attnres sublayer l reads l sources, so the reads grow with the square of the depth;
 attnres_block bounds the number of sources. All readers share the sources, so a step keeps about as
 much as pre-norm for its backward pass. The number of sources differs by depth, so the blocks of a
-model cannot share one compiled graph: compilation takes time in proportion to depth, see `graphs`.
+model cannot share one compiled graph: compilation takes time in proportion to depth.
 
 With Mixture of Depths, a token that skips a sublayer mixes nothing and writes nothing. In Eq. 7 an
 output that a token skipped is masked, because a source of zeros would still take weight.

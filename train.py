@@ -49,11 +49,11 @@ seed = 1337  # seed of initialisation, data order and dropout
 # optimizer
 optimizer = "muon"  # muon for the matrices and adamw for the rest, or adamw for all
 learning_rate = 8e-3  # peak learning rate
-gate_lr: float | None = None  # peak for the residual's scalars and gates; None: learning_rate
+gate_lr: float | None = None  # peak for scalars, gates and routers; None: learning_rate
 embed_lr: float | None = 0.1  # peak for the embeddings; None: learning_rate
 head_lr: float | None = 0.02  # peak for a head that is not tied; None: learning_rate
 alpha_warmup_iters = 0  # nag: steps over which its rotations grow from zero to full
-weight_decay: float | None = None  # for matrices and embeddings; None: the mode's, usually 0
+weight_decay: float | None = None  # of all but gains, biases, scalars and gates; None: 0
 grad_clip = 1.0  # largest norm of the whole gradient; 0: no clipping
 schedule = "wsd"  # decay of the learning rate: cosine, or wsd: constant, then linear decay
 wsd_share = 0.65  # wsd: share of the steps that decay

@@ -10,7 +10,8 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
    validation split. Tune the learning rate first, and extend its grid while the best value is at an
    edge. Then tune the initialisation of the output projections, gate_lr and embed_lr. Last, tune
    the learning rate again at full length, because the best one depends on the length: first with
-   seed 0, then among this rate, half and twice of it, by the mean loss of three seeds.
+   seed 0, then among this rate, half and twice of it, by the mean loss of three seeds, and again
+   around the best of these if it is another one.
 2. Train both with new seeds for all steps. Evaluate on the other half of the validation split.
 3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
    "undecided". The intervals leave out the noise of the tuning. A verdict is "fragile" if it would
@@ -39,7 +40,7 @@ from operator import itemgetter
 import stats
 import study
 import torch
-from stats import gap_at, gap_of, length_of, losses_of, minus, plus_minus, verdict
+from stats import gap_at, gap_of, length_of, losses_of, minus, plus_minus, verdict, with_range
 from study import ROOT
 
 import plot
@@ -59,6 +60,7 @@ TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048
 TOY += " --compile=False"
 AROUND = (0.5, 1.0, 2.0)  # learning rates to try first, as multiples of the scale's
 TUNING = (0, 100, 101)  # seeds that tune; all but the last choice uses only the first
+EQUAL = 0.001  # losses of a grid of rates that differ by less are those of models that do not learn
 FACTORS = {  # multiples of a rate's default; each list is tried until one does not help
     "gate_lr": ((1 / 4, 1 / 16), (4, 16, 64)),
     "embed_lr": ((1 / 4, 1 / 16, 1 / 64),),
@@ -91,14 +93,19 @@ def of_seeds(scale, mode, choice, seeds, length=1.0):
     return [settings(scale, mode, choice, seed, length) for seed in range(1, seeds + 1)]
 
 
-def best(scale, mode, choices, lines_of, length=None, seeds=(0,)):
-    """The choice whose tuning runs have the lowest mean loss."""
+def means(scale, mode, choices, lines_of, length=None, seeds=(0,)):
+    """The mean loss of each choice's tuning runs."""
     length = length or tune_share
-    choices = choices[:2] if rehearse else choices
     runs = [settings(scale, mode, *pair, length) for pair in product(choices, seeds)]
     found, n = losses_of(lines_of(runs)), len(seeds)
-    means = [statistics.mean(found[i : i + n]) for i in range(0, len(found), n)]
-    return choices[means.index(min(means))]
+    return [statistics.mean(found[i : i + n]) for i in range(0, len(found), n)]
+
+
+def best(scale, mode, choices, lines_of, length=None, seeds=(0,)):
+    """The choice whose tuning runs have the lowest mean loss."""
+    choices = choices[:2] if rehearse else choices
+    losses = means(scale, mode, choices, lines_of, length, seeds)
+    return choices[losses.index(min(losses))]
 
 
 def with_rate(choice, rate):
@@ -112,20 +119,21 @@ def with_rate(choice, rate):
 def best_rate(scale, mode, choice, rates, lines_of, length=None):
     """The choice with the best learning rate, from a grid that grows until the best is inside.
 
-    Prints a message if the best of 7 rates is at an edge. The grid of a rehearsal does not grow.
+    A grid with equal losses grows to lower rates: no model learned. Prints a message if the best of
+    7 rates is at an edge. The grid of a rehearsal does not grow.
     """
-    rates = list(rates)
+    rates = list(rates)[: 2 if rehearse else None]
     while True:
         choices = [with_rate(choice, rate) for rate in rates]
-        found = best(scale, mode, choices, lines_of, length)
-        at_edge = found["learning_rate"] in (rates[0], rates[-1])
-        if not at_edge or rehearse:
-            return found
+        losses = means(scale, mode, choices, lines_of, length)
+        at = losses.index(min(losses))
+        equal = max(losses) - losses[at] < EQUAL
+        if rehearse or 0 < at < len(rates) - 1 and not equal:
+            return choices[at]
         if len(rates) == 7:
             study.say(f"{mode}: the best learning rate is at the edge of {rates}")
-            return found
-        lowest = found["learning_rate"] == rates[0]
-        rates = [rates[0] / 2, *rates] if lowest else [*rates, rates[-1] * 2]
+            return choices[at]
+        rates = [rates[0] / 2, *rates] if at == 0 or equal else [*rates, rates[-1] * 2]
 
 
 def while_better(choice, changes, pick_best):
@@ -159,11 +167,15 @@ def tune(scale, mode, lines_of):
 
 def rate_of_three(scale, mode, choice, rates, lines_of):
     """The choice with the learning rate that is best at full length: of the first seed's best rate,
-    half and twice of it, by the mean of three seeds. Recorded runs without these keep the first's.
+    half and twice of it, by the mean of three seeds. If another rate wins, again around that one,
+    four times at most. Recorded runs without these keep the rate chosen before.
     """
     choice = best_rate(scale, mode, choice, rates, lines_of, length=1.0)
     with suppress(study.NotFinished):
-        choice = best(scale, mode, nearby(choice), lines_of, 1.0, TUNING)
+        for _ in range(1 if rehearse else 4):
+            before, choice = choice, best(scale, mode, nearby(choice), lines_of, 1.0, TUNING)
+            if choice == before:
+                break
     return choice
 
 
@@ -247,9 +259,8 @@ def choices_at(scale, mode, choice, lines_of, lengths):
 def compare(mode, choice, lines, theirs, ratios):
     """A mode beside the baseline: a dict of mode, choice, params, ratio; n, the number of pairs;
     loss, its mean; steps, the interval at equal steps; doubts, a list of "fragile" and "outlier";
-    worth, how many times as many steps the baseline needs for the same loss, or None if it was not
-    trained for as short or as long; times, the intervals at the three ratios; diverged, a text or
-    None.
+    worth, how many times as many steps the baseline needs for the same loss, from length_of; times,
+    the intervals at the three ratios; diverged, a text or None.
 
     theirs: {length: lines of the baseline}. ratios: median_interval of the time ratio. At equal
     time, the baseline's loss is interpolated for each seed. times is empty if the baseline was not
@@ -258,7 +269,7 @@ def compare(mode, choice, lines, theirs, ratios):
     n = min(len(lines), len(theirs[1.0]))
     ours, others = losses_of(lines[:n]), losses_of(theirs[1.0][:n])
     found = {"mode": mode, "choice": choice, "params": lines[0]["params"], "ratio": ratios[1]}
-    found |= {"n": n, "loss": None, "steps": None, "doubts": [], "worth": None, "times": []}
+    found |= {"n": n, "loss": None, "steps": None, "doubts": [], "worth": (), "times": []}
     found["diverged"] = None
     for who, each in ((mode, ours), (baseline, others)):
         if math.inf in each:
@@ -305,7 +316,7 @@ def cells(found):
     if found["times"]:
         at_time = plus_minus(found["times"][1]), verdict(found["times"])
     at_steps = plus_minus(found["steps"]), ", ".join([verdict([found["steps"]]), *found["doubts"]])
-    worth = f"{found['worth']:.2f}" if found["worth"] else ""
+    worth = with_range(found["worth"])
     return [*row, f"{found['loss']:.4f}", *at_steps, worth, ratio, *at_time, tuned]
 
 

@@ -58,7 +58,6 @@ def mixtures(rate):
         "learned router": learned,
         "learned router on pre-norm": learned | {"residual": "prenorm"},
         "random router": {"mod_router": "random"},
-        "NAG's router on MLPs": {"mod_on": "mlp"},
     }
     return {f"{name} {rate:g}": both | change for name, change in changes.items()}
 

@@ -1,21 +1,21 @@
 """
-train.py's default recipe, one change at a time: does each part help?
+An earlier default recipe of train.py, one change at a time: does each part help?
 
     python runs/recipe.py    trains what results/recipe.jsonl lacks, then prints a table
 
 Comparisons are at equal time: if a changed run takes 1.1 times as long, its loss is compared with
 the recipe's after 1.1 times as many steps. The recipe is trained at several lengths for this. At
 the end, steps of all are timed in turn: keep the machine quiet. Differences are paired by seed,
-with 95% intervals.
+with 95% intervals. The verdict at equal time must hold at both ends of the interval of the time.
 """
 
 import statistics
 
-from stats import gap_at, losses_of, plus_minus
+from stats import decided, gap_at, losses_of, plus_minus, with_range
 from study import race, run, table
 
 COMMON = {"max_iters": 800, "eval_interval": 800, "eval_tokens": 262144, "log_interval": 20}
-# The recipe until this study. Its winners, ReLU and no logit cap, became the defaults.
+# The recipe until this study. Now ReLU, which is better, and no logit cap are the defaults.
 COMMON |= {"activation": "relu2", "logit_cap": 15.0}
 SEEDS = (1, 2, 3)
 LENGTHS = {steps: {"max_iters": steps, "eval_interval": steps} for steps in (600, 1200)}
@@ -24,6 +24,7 @@ TIED = {"tied": True, "head_lr": None, "head_scale": None, "embed_scale": 0.05, 
 
 TIMED = {"logit_cap": 15.0}  # the steps were timed with this cap, and with ReLU
 TIMELESS = {"learning_rate", "schedule", "weight_decay", "init_out"}  # no effect on the time
+UNTIMED = {"activation"}
 RECIPE = "the recipe"
 PLAN = {  # name: change
     RECIPE: {},
@@ -48,7 +49,7 @@ PLAN = {  # name: change
     "2,048 tokens a step": {"batch_size": 8, "max_iters": 400, "eval_interval": 400},
     "512 tokens a step": {"batch_size": 2, "max_iters": 1600, "eval_interval": 1600},
 }
-HEAD = ("change", "loss", "difference", "time", "difference at equal time")
+HEAD = ("change", "loss", "difference", "time", "difference at equal time", "verdict at equal time")
 
 
 def rows(lines_of, measure=True):
@@ -62,24 +63,26 @@ def rows(lines_of, measure=True):
     lines = dict(zip(runs, lines_of("recipe", [*runs.values()])))
     found = {name: [lines[name, seed] for seed in SEEDS] for name in PLAN | LENGTHS}
 
-    slower = {name: c for name, c in PLAN.items() if c.keys() - TIMELESS or name == RECIPE}
-    times = dict.fromkeys(PLAN.keys() - slower.keys(), (1.0, 1.0, 1.0))
-    times |= race("recipe", {name: TIMED | change for name, change in slower.items()}, measure)
+    times = {name: (1.0, 1.0, 1.0) for name, change in PLAN.items() if change.keys() <= TIMELESS}
+    timed = {RECIPE: TIMED}
+    timed |= {name: TIMED | change for name, change in PLAN.items()
+              if name not in times and not change.keys() & UNTIMED}  # fmt: skip
+    times |= race("recipe", timed, measure)
 
     for name in PLAN:
         losses = losses_of(found[name])
         length = found[name][0]["tokens"] / found[RECIPE][0]["tokens"]
-        time = times[name][1] * length if name in times else None
-        gaps = (difference(found, losses, at) for at in (length, time))
-        shown = "" if time is None else f"{time:.2f}"
-        steps, equal = ("" if gap is None else plus_minus(gap) for gap in gaps)
-        yield name, f"{statistics.mean(losses):.4f}", steps, shown, equal
+        time = [ratio * length for ratio in times.get(name, ())]
+        steps, *equal = (difference(found, losses, at) for at in (length, *time))
+        equal = [] if None in equal else equal
+        loss = f"{statistics.mean(losses):.4f}"
+        yield name, loss, plus_minus(steps) if steps else "", with_range(time), *decided(equal)
 
 
 def difference(found, losses, length):
     """Losses minus the recipe's at this length, a share of its steps. None: not trained so long."""
     steps = COMMON["max_iters"]
-    if length is None or not min(LENGTHS) <= length * steps <= max(LENGTHS):
+    if not min(LENGTHS) <= length * steps <= max(LENGTHS):
         return None
     by_length = {each: losses_of(found[each]) for each in LENGTHS}
     by_length[steps] = losses_of(found[RECIPE])

@@ -6,8 +6,8 @@ import statistics
 try:
     from scipy.interpolate import krogh_interpolate
     from scipy.optimize import brentq
+    from scipy.stats import binom, wilcoxon
     from scipy.stats import t as student
-    from scipy.stats import wilcoxon
 except ImportError:
     raise SystemExit("the studies in runs/ need scipy: pip install scipy")
 
@@ -68,10 +68,11 @@ def holm(gaps):
 def median_interval(values):
     """The median of independent values between the ends of its 95% interval.
 
-    The number of values below the true median has mean n/2 and standard deviation sqrt(n)/2.
+    The number of values below the true median is binomial. Fewer than 6 values: the whole range,
+    which holds it with a probability below 95%.
     """
     values = sorted(values)
-    below = max(0, math.floor((len(values) - 1.96 * math.sqrt(len(values))) / 2))
+    below = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
     return values[below], statistics.median(values), values[-1 - below]
 
 
@@ -127,10 +128,19 @@ def losses_at(length, by_length):
 
 
 def length_of(losses, by_length):
-    """The length at which the other runs reach the mean of losses. None: beyond those trained."""
-    gap = lambda length: gap_at(length, losses, by_length)[0]
-    low, high = min(by_length), max(by_length)
-    return brentq(gap, low, high) if gap(low) <= 0 <= gap(high) else None
+    """The length at which the other runs reach the mean of losses, between the ends of its 95%
+    interval. There an end of the interval of the difference is 0. None: beyond those trained.
+    """
+    lengths = min(by_length), max(by_length)
+
+    def zero_of(side):
+        def end(length):
+            difference, half = gap_at(length, losses, by_length)
+            return difference + side * half
+
+        return brentq(end, *lengths) if end(lengths[0]) <= 0 <= end(lengths[1]) else None
+
+    return [zero_of(side) for side in (1, 0, -1)]
 
 
 def verdict(intervals):
@@ -140,12 +150,29 @@ def verdict(intervals):
     """
     if None in intervals:
         return "undecided"
-    words = set()
-    for difference, half in intervals:
-        decided = "better" if difference < 0 else "worse"
-        words.add("undecided" if abs(difference) <= half else decided)
-    return words.pop() if len(words) == 1 else "undecided"
+    if all(difference + half < 0 for difference, half in intervals):
+        return "better"
+    if all(difference - half > 0 for difference, half in intervals):
+        return "worse"
+    return "undecided"
 
 
 def plus_minus(interval):
     return "{:+.4f} ± {:.4f}".format(*interval) if interval else "diverged"
+
+
+def decided(intervals):
+    """Two cells: the middle one of some intervals, and the verdict on all. Empty without any."""
+    if not intervals:
+        return "", ""
+    middle = intervals[len(intervals) // 2]
+    return plus_minus(middle), verdict(intervals)
+
+
+def with_range(ratios):
+    """The middle one of three ratios with the two others, if these are known and differ."""
+    if not ratios or ratios[1] is None:
+        return ""
+    low, middle, high = ratios
+    known = None not in ratios and low < high
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})" if known else f"{middle:.2f}"

@@ -29,7 +29,7 @@ import lead
 import recipe
 import stats
 import study
-from stats import differences, gap_of, losses_of, minus, plus_minus, verdict
+from stats import decided, differences, gap_of, losses_of, minus, plus_minus, verdict, with_range
 from study import ROOT, NotFinished, find, read
 
 import plot
@@ -120,31 +120,13 @@ def modes(optimizer):
     return head, rows
 
 
-def decided(intervals):
-    """Two cells: the middle one of some intervals, and the verdict on all. Empty without any."""
-    if not intervals:
-        return "", ""
-    middle = intervals[len(intervals) // 2]
-    return plus_minus(middle), verdict(intervals)
-
-
-def not_paired():
-    """{mode: its verdict at equal steps from all runs of both sides, by Welch's interval}"""
-    trained = judged("muon")[0]
-    theirs = losses_of(trained[BASELINE][1][1.0])
-    of = {each["mode"]: losses_of(trained[each["mode"]][1][1.0]) for each in compared("muon")}
-    return {mode: verdict([stats.slope({0: theirs, 1: ours})]) for mode, ours in of.items()}
-
-
 def judge_facts():
     """How many modes have each verdict, and what could have been found."""
     head, rows = modes("muon")
     words = dict(zip(head, zip(*rows[3:])))  # without the baseline
-    kinds = {"verdict": words["verdict"], "after Holm": words["after Holm"]}
-    kinds["not paired"] = not_paired().values()
-    for kind, cells in kinds.items():
+    for kind in ("verdict", "after Holm"):
         for word in ("better", "worse", "undecided"):
-            yield f"{kind}: {word}", sum(cell.startswith(word) for cell in cells)
+            yield f"{kind}: {word}", sum(cell.startswith(word) for cell in words[kind])
     yield "fragile", sum("fragile" in cell for cell in words["verdict"])
     yield "designs", len(RESIDUALS)
     yield "compared", len(words["mode"])
@@ -155,6 +137,9 @@ def judge_facts():
     yield "difference to be found", f"{median(able):.3f}"
     ihc, mhc = (judged("muon")[0][mode][1][1.0] for mode in ("ihc", "mhc"))
     yield "ihc minus mhc", plus_minus(gap_of(ihc, mhc))
+    commits = [line["commit"] for line in study.finished("judge").values()]
+    share = mean(commit.endswith("+changes") for commit in commits)
+    yield "runs with uncommitted changes", f"{share:.0%}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -184,9 +169,12 @@ def lead_times(what):
 
 
 def lengths():
-    """Differences from pre-norm after fewer and more steps."""
+    """Differences from pre-norm after fewer and more steps. The verdicts are on both of its rates,
+    as far as it was trained with the second one.
+    """
     found, changes = lead_lines("tokens"), lead.PLANS["tokens"][0]
     theirs = {steps: losses_of(of) for (name, steps), of in found.items() if name == BASELINE}
+    other_rate = [(n, losses_of(of)) for (name, n), of in found.items() if name in lead.OTHER_RATES]
     one = judged("muon")[0][BASELINE][1][1.0][0]
     per_step = one["tokens"] / one["steps"] / one["params"]
     head = ("mode", "steps", "bytes per parameter", "at equal steps")
@@ -201,8 +189,10 @@ def lengths():
         words = (plus_minus(gap), ", ".join(map(plus_minus, gaps[1:])), verdict(gaps))
         times = [steps * ratio for ratio in judged("muon")[1][name]]
         known = min(theirs) <= min(times) and max(times) <= max(theirs)
-        at_time = [stats.gap_at(time, losses_of(ours), theirs) for time in times] if known else []
-        rows.append((name, f"{steps:,}", f"{steps * per_step:.1f}", *words, *decided(at_time)))
+        pairs = product((theirs, theirs | dict(other_rate)), times) if known else ()
+        at_time = [stats.gap_at(time, losses_of(ours), by_length) for by_length, time in pairs]
+        cells = (plus_minus(at_time[1]), verdict(at_time)) if known else ("", "")
+        rows.append((name, f"{steps:,}", f"{steps * per_step:.1f}", *words, *cells))
     return (*head, "at equal time", "verdict at equal time"), rows
 
 
@@ -514,7 +504,6 @@ def speed():
     for column, files in TIMES.items():
         of = [load(f"speed/{name}.json")[part] for name, part in files]
         found[column] = {mode: row["ratio"] for each in of for mode, row in each.items()}
-    shown = lambda ratio: "{1:.2f} ({0:.2f} to {2:.2f})".format(*ratio) if ratio else ""
     moved = load("speed/h100.json")["modes"]
 
     def on_h100(mode):
@@ -523,7 +512,7 @@ def speed():
         passes, kernels = moved[mode]["passes"], moved[mode]["kernels"]
         return f"{passes:.1f} ({passes / moved[BASELINE]['passes']:.2f}), {kernels}"
 
-    rows = [(mode, *(shown(of.get(mode)) for of in found.values()), on_h100(mode))
+    rows = [(mode, *(with_range(of.get(mode)) for of in found.values()), on_h100(mode))
             for mode in RESIDUALS]  # fmt: skip
     return ("mode", *found, "passes on an H100 (ratio), kernels"), rows
 

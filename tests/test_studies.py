@@ -185,11 +185,12 @@ def test_holms_correction_needs_a_smaller_chance_for_the_smallest(monkeypatch, c
     assert [*found.values()].count("worse") == kept
 
 
-def test_the_interval_of_a_median_contains_it_in_95_of_100_cases():
-    draws = torch.randn(400, 45, generator=torch.Generator().manual_seed(0)).exp().tolist()
+@cases("n", [6, 11, 21, 45])
+def test_the_interval_of_a_median_contains_it_in_95_of_100_cases(n):
+    draws = torch.randn(4000, n, generator=torch.Generator().manual_seed(0)).exp().tolist()
     intervals = [stats.median_interval(values) for values in draws]
     inside = sum(low <= 1 <= high for low, _, high in intervals)  # the median of exp(normal) is 1
-    assert 0.93 <= inside / 400 <= 0.99
+    assert 0.945 <= inside / 4000 <= 0.995
     assert all(low <= middle <= high for low, middle, high in intervals)
     assert stats.median_interval([3.0, 1.0, 2.0]) == (1.0, 2.0, 3.0)
 
@@ -245,7 +246,9 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     doubt = "" if gain else ", fragile"  # another rate costs the baseline 0.01
     assert (row[4], row[8]) == (words[0] + doubt, words[1])
     assert float(row[3].split()[0]) == pytest.approx(-gain, abs=2e-3)
-    assert float(row[5]) == pytest.approx(math.exp(gain / 0.2), abs=0.02)  # steps for this loss
+    worth, low, _, high = row[5].replace("(", "").replace(")", "").split()  # steps for this loss
+    assert float(worth) == pytest.approx(math.exp(gain / 0.2), abs=0.02)
+    assert float(low) < float(worth) < float(high) < float(low) + 0.1
     assert float(row[7].split()[0]) == pytest.approx(-gain + 0.2 * math.log(ratio), abs=2e-3)
     tuned = "learning_rate=0.016 init_out=zero gate_lr=0.256 embed_lr=0.025"
     assert f"nag was tuned to {tuned}" in lines
@@ -262,19 +265,36 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
 
 
 def test_a_rate_is_chosen_by_the_mean_of_three_seeds(place, monkeypatch):
-    """The first seed prefers half the rate that is best on average."""
+    """The first seed prefers a quarter of the rate that is best on average."""
 
     def loss_of(full):
-        best = 4e-3 if full["seed"] == 0 else 8e-3
+        best = 4e-3 if full["seed"] == 0 else 3.2e-2
         return math.log2(full["learning_rate"] / best) ** 2
 
     monkeypatch.setattr(study, "train", trainer(loss_of, []))
     scale = study.parse([judge.SCALE, "--max_iters=400"])
     lines_of = lambda runs: study.run("judge", runs)
-    assert judge.tune(scale, "prenorm", lines_of)["learning_rate"] == 8e-3
+    assert judge.tune(scale, "prenorm", lines_of)["learning_rate"] == 1.6e-2
     monkeypatch.setattr(judge, "TUNING", (0, 100, 101, 102))  # 102 is missing
     lines_of = lambda runs: study.find("judge", runs)
     assert judge.tune(scale, "prenorm", lines_of)["learning_rate"] == 4e-3
+
+
+def test_rates_at_which_no_model_learns_are_not_compared(place, monkeypatch):
+    def loss_of(full):
+        noise = 1e-4 * math.sin(1e4 * full["learning_rate"])
+        return (
+            math.log2(full["learning_rate"] / 1e-3) ** 2
+            if full["learning_rate"] < 2e-3
+            else 3 + noise
+        )
+
+    monkeypatch.setattr(study, "train", trainer(loss_of, []))
+    scale = study.parse([judge.SCALE, "--max_iters=400"])
+    lines_of = lambda runs: study.run("judge", runs)
+    assert judge.best_rate(scale, "dyt", {}, [4e-3, 8e-3, 1.6e-2], lines_of) == {
+        "learning_rate": 1e-3
+    }
 
 
 def test_the_slope_of_two_groups_is_welchs_difference():
@@ -632,10 +652,10 @@ def test_sentences_written_by_hand_agree_with_the_results():
     }  # fmt: skip
     gap, half = tables.number("facts", "ihc minus mhc", "value").split(" ± ")
     assert abs(float(gap)) < float(half)  # "We see no gain from mixing streams"
-    worth = {row[0]: row[head.index("worth in steps")] for row in rows if row[0] in better}
+    worth = {
+        row[0]: row[head.index("worth in steps")].split()[0] for row in rows if row[0] in better
+    }
     assert worth["ihc"] == max(worth.values()) and worth["attnres_block"] == min(worth.values())
-    unpaired = tables.not_paired()
-    assert {mode for mode in unpaired if unpaired[mode] == "better"} == better | {"orthogonal"}
 
     adamw, muon = ({mode: lines[1.0] for mode, (_, lines) in tables.judged(name)[0].items()}
                    for name in ("adamw", "muon"))  # fmt: skip
