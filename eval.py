@@ -310,8 +310,6 @@ def choosing_rows(directory, rows, T):
     It chooses on training windows. Without shards it takes the first tenth of the text, which is
     then not scored.
     """
-    if not 0 <= mod_rate < 1:
-        raise SystemExit(f"mod_rate={mod_rate}: must be at least 0 and below 1")
     if directory is not None:
         return data.Windows(directory, "train", T), rows
     if text is None:
@@ -343,8 +341,9 @@ ABOVE_0 = "batch_size eval_tokens context depth_tokens top_k limit loss_chunk"
 RULES = (
     (ABOVE_0, lambda v: v > 0, "above 0"),
     ("max_new_tokens temperature num_fewshot seed", lambda v: v >= 0, "at least 0"),
+    ("mod_rate", lambda v: 0 <= v < 1, "at least 0 and below 1"),
     ("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    ("val_part", lambda v: v in ("all", "tune", "report"), "all, tune or report"),
+    ("val_part", lambda v: v in data.VAL_PARTS, "all, tune or report"),
 )
 
 
@@ -385,9 +384,9 @@ def open_data(state, model):
     """The windows of the validation split, or None without shards, and the tokenizer."""
     directory, meta = data_dir or state["settings"]["data_dir"], state["meta"]
     has_shards = directory is not None and os.path.exists(os.path.join(directory, "meta.json"))
-    if data_dir is None and directory is not None and not has_shards:
-        print(f"the shards are no longer in {directory}: if you moved them, give --data_dir")
     if data_dir is None and not has_shards:
+        if directory is not None:
+            print(f"the shards are no longer in {directory}: if you moved them, give --data_dir")
         if not meta["tokenizer"]:
             raise SystemExit("this model was imported without a tokenizer.json: give --data_dir")
         return None, data.meta_tokenizer(os.path.dirname(state["path"]), meta)

@@ -168,9 +168,11 @@ def check(config, residual):
         raise ValueError(f"mod_router={kind!r} does not use mod_fallback: leave it at False")
 
 
-def begin_forward(model):
-    for router in routers(model):
-        router.weight.fill_(1)
+def begin_forward(blocks):
+    for block in blocks:
+        for router in (block.attn_router, block.mlp_router):
+            if router is not None:
+                router.weight.fill_(1)
 
 
 def routers(model):

@@ -29,7 +29,7 @@ from threading import Thread
 import numpy as np
 
 import data
-from configurator import configure, echo
+from configurator import check, configure, echo
 from machine import cores
 
 source = "python"  # python (its standard library), c4 (from the hub), or a pattern of file names
@@ -43,6 +43,10 @@ shard_tokens = 50_000_000  # tokens per shard
 workers: int | None = None  # processes that tokenise; None: one per core
 verify = False  # write nothing, only compare the shards in data_dir with their sha256 in meta.json
 
+RULES = (
+    ("max_tokens max_val_tokens shard_tokens workers", lambda v: v >= 1, "at least 1"),
+    ("val_share", lambda v: 0 <= v < 1, "at least 0 and below 1"),
+)
 FEW = 100  # with fewer documents, val_share is a share of each document
 
 # C4 has 1024 training files and 8 validation files.
@@ -297,16 +301,12 @@ def prepare(settings):
     directory = settings["data_dir"] or f"data/{source if source in ('python', 'c4') else 'text'}"
     if settings["verify"]:
         return check_shards(directory)
-    workers = cores() if settings["workers"] is None else settings["workers"]
+    check(settings, RULES)
+    workers = settings["workers"] or cores()
     if source == "c4" and limit is None:
         size = "C4 has about 160e9 tokens, 320 GB of shards"
         raise SystemExit(f"{size}: say how many you want with --max_tokens=1e9")
-    counts = [settings["shard_tokens"], settings["max_val_tokens"], workers]
-    if min(counts if limit is None else [limit, *counts]) < 1:
-        raise SystemExit("shard_tokens, max_tokens, max_val_tokens and workers must be at least 1")
     share = settings["val_share"]
-    if not 0 <= share < 1:
-        raise SystemExit(f"val_share={share}: must be at least 0 and below 1")
     train, val = list_files(source)
     if settings["val_source"] is not None:
         files, of_c4 = list_files(settings["val_source"])

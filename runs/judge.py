@@ -60,7 +60,7 @@ TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048
 TOY += " --compile=False"
 AROUND = (0.5, 1.0, 2.0)  # learning rates to try first, as multiples of the scale's
 TUNING = (0, 100, 101)  # seeds that tune; all but the last choice uses only the first
-EQUAL = 0.001  # losses of a grid of rates that differ by less are those of models that do not learn
+EQUAL = 0.001  # if the losses of a grid of rates differ by less, no model has learned
 FACTORS = {  # multiples of a rate's default; each list is tried until one does not help
     "gate_lr": ((1 / 4, 1 / 16), (4, 16, 64)),
     "embed_lr": ((1 / 4, 1 / 16, 1 / 64),),
