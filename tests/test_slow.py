@@ -28,7 +28,6 @@ import checkpoint as checkpoints
 import data as data_file
 import depth
 import nag
-import norms
 import prepare_c4
 import tasks
 from test_all import (
@@ -39,10 +38,8 @@ from test_all import (
     evaluated,
     log_of,
     make_data,
-    mean_square,
     ranks,
     refuses,
-    rms,
     script,
     shaken,
     some_lanes,
@@ -467,36 +464,6 @@ def test_a_training_step_compiles_for_an_h100(modes, kind, tmp_path):
     found = json.loads((tmp_path / "found").read_text())["modes"]
     assert [*found] == [f"{mode}, {kind}" for mode in modes.split(",")]
     assert all(each["kernels"] > 20 and each["passes"] > 100 for each in found.values())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-@cases("kind", ["any", "parallel", "zero"])
-@cases("dtype, close", [(torch.float32, 2e-4), (torch.bfloat16, 5e-2)])
-@cases("d", [128, 768, 1000, 2048, 4096])
-def test_on_cuda_compiled_code_equals_float64(d, dtype, close, kind):
-    g = torch.Generator().manual_seed(0)
-    r, f, grad, gamma = torch.randn(4, 64, d, generator=g, dtype=torch.float64)
-    f = {"any": f, "parallel": 3 * r / rms(r) + 0.5 * f, "zero": 0 * f}[kind]
-
-    def turned(r, f):
-        lane = norms.upcast(r.new_zeros(64, 1))
-        return nag.rotate(r, lane, f, lane + 0.3)[0]
-
-    def bounded(x, f):
-        x = norms.upcast(x + f)
-        y = bhyt.bounded_tanh(x, mean_square(x), x.new_full((1,), 2.0), gamma[0].to(x), 10.0)
-        return y.to(f.dtype)
-
-    for function in (turned, bounded):
-        results = []
-        for form, *place in ((function, torch.float64), (torch.compile(function), "cuda", dtype)):
-            inputs = [x.to(dtype).to(*place).requires_grad_() for x in (r / rms(r), f)]
-            out = form(*inputs)
-            grads = torch.autograd.grad(out, inputs, grad.to(dtype).to(out))
-            results.append([out, *(grads[:1] if kind == "zero" else grads)])
-        for expected, got in zip(*results):
-            error = (got.double().cpu() - expected).abs().max() / expected.abs().max()
-            assert error < close, (function.__name__, error)
 
 
 def test_bench_keeps_every_number(tmp_path, capsys):
