@@ -160,7 +160,8 @@ def replayed(run, device):
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
         run()
-    return graph.replay
+    keeps = (graph, run)  # run has the tensors that the graph reads; without it they are freed
+    return lambda: keeps[0].replay()
 
 
 # ------------------------------------------------------------------------------------------------

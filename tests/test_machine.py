@@ -7,6 +7,7 @@ import glob
 import json
 import os
 import sys
+import weakref
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing import get_context
@@ -209,7 +210,11 @@ def test_a_gpu_decodes_with_graphs_and_bench_waits_for_it(gpu, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "stream", enter)
     monkeypatch.setattr(torch.cuda, "graph", enter)
-    bench.replayed(lambda: order.append("run"), "cuda:0")()
+    run = lambda: order.append("run")
+    replay, known = bench.replayed(run, "cuda:0"), weakref.ref(run)
+    del run
+    assert known() is not None  # it has the tensors that the graph reads
+    replay()
     assert order[1:] == ["run"] * 4 + ["replay"]  # three to warm up, one to record
     report = bench.step_memory(GPTConfig(**TINY), 2, "cuda:0", "float32", {})
     assert report["peak"] == CUDA["max_memory_allocated"] and len(gpu.reset_peak_memory_stats) == 1
