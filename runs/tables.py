@@ -465,8 +465,9 @@ def other_facts():
         if (line["study"], line["seed"]) == ("bhyt", 1) and rate in (0.001, 0.03):
             yield f"variance of {mode} at {rate}", f"{line['variance'][-1]:.2g}"
     forward = load("speed/forward_1b_cpu.json")["forward"]
-    training = load("speed/train_12x512_cpu.json")["train"]
-    generation = load("speed/generate_12x768_cpu.json")["generate"]
+    gpu = load("speed/gpu.json")
+    training = gpu["step, 2 x 2048: norms"]["train"]
+    generation = gpu["decoding"]["generate"]
     for name, of, other in (
         ("forward", forward, "prenorm"),
         ("forward over Peri-norm's", forward, "perinorm"),
@@ -477,6 +478,12 @@ def other_facts():
         pairs = zip(of["bhyt"]["seconds"], of[other]["seconds"])
         low, middle, high = stats.median_interval([a / b for a, b in pairs])
         yield f"time of BHyT's {name}", f"{middle:.3f} ({low:.3f} to {high:.3f})"
+    nag = gpu["step, 12 x 768: nag"]["train"]["nag"]
+    yield "time of NAG's step at 12 x 768", with_range(nag["ratio"])
+    yield (
+        "time of a step that skips 40%",
+        with_range(gpu["skipping"]["mod"]["step, rate 0.4"]["ratio"]),
+    )
 
 
 def conversion():
@@ -492,18 +499,11 @@ def conversion():
     return ("start", "loss at step 0", "loss", f"minus {BASELINE}'s", "factor on rates"), rows
 
 
-TIMES = {  # column: [(file, its part)]
-    "12 x 512": [("rivals_12x512_cpu", "train"), ("streams_12x512_cpu", "train")],
-    "forward, 1B block": [("forward_1b_cpu", "forward")],
-}
-
-
 def speed():
-    """The time of each mode over pre-norm's, and what it would move on an H100."""
-    found = {"8 x 64": judged("muon")[1]}
-    for column, files in TIMES.items():
-        of = [load(f"speed/{name}.json")[part] for name, part in files]
-        found[column] = {mode: row["ratio"] for each in of for mode, row in each.items()}
+    """The time of a step over pre-norm's on a CPU and a GPU, and what it would move on an H100."""
+    runs = [part for name, part in load("speed/gpu.json").items() if "2 x 2048" in name]
+    on_h200 = {mode: row["ratio"] for run in runs for mode, row in run["train"].items()}
+    found = {"8 x 64, a CPU core": judged("muon")[1], "2 x 2048, H200": on_h200}
     moved = load("speed/h100.json")["modes"]
 
     def on_h100(mode):
