@@ -56,6 +56,8 @@ PROCESSES = {
     "skipping": f"{GPT2} --what=mod --modes=prenorm --rates=0,0.2,0.4",
 }
 DEVICE = "cuda"
+FOLDER = ROOT / "out" / "gpu"  # what bench.py prints, and its numbers
+RESULT = ROOT / "results" / "speed" / "gpu.json"
 
 
 def bench_in_turn(argv, speeds, log, ready, go, turn):
@@ -87,9 +89,8 @@ def bench_in_turn(argv, speeds, log, ready, go, turn):
 
 def main():
     configure(globals(), argv=sys.argv[1:])
-    folder = ROOT / "out" / "gpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    machine.prepare_process(DEVICE)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    machine.prepare_process(machine.pick_device(DEVICE))
     copy, matmul = speeds = bench.floors(DEVICE, "bfloat16", 5)
     torch.cuda.empty_cache()
 
@@ -97,7 +98,7 @@ def main():
     several, started, began = get_context("spawn"), {}, time.monotonic()
     turn, go = several.Lock(), several.Event()
     for i, (name, argv) in enumerate(PROCESSES.items()):
-        out, log, ready = folder / f"{i}.json", folder / f"{i}.txt", several.Event()
+        out, log, ready = FOLDER / f"{i}.json", FOLDER / f"{i}.txt", several.Event()
         argv = [*argv.split(), f"--device={DEVICE}", f"--out={out}"]
         args = (argv, speeds, log, ready, go, turn)
         started[name] = several.Process(target=bench_in_turn, args=args), ready, out
@@ -118,12 +119,11 @@ def main():
         if job.exitcode:
             print(f"{name}: no result, exit code {job.exitcode}")
             continue
-        keep = lambda key: key not in ("settings", "git", "torch", "device", "threads")
-        found = {key: value for key, value in json.loads(out.read_text()).items() if keep(key)}
-        report[name] = {"argv": PROCESSES[name].removeprefix(f"{ROOT}/")} | found
+        found = json.loads(out.read_text())
+        parts = {part: found[part] for part in bench.PARTS if part in found}
+        report[name] = {"argv": PROCESSES[name].removeprefix(f"{ROOT}/")} | parts
         print(f"{name}: measured")
-    path = ROOT / "results" / "speed" / "gpu.json"
-    path.write_text(json.dumps(report) + "\n")
+    RESULT.write_text(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread, Timer
 from types import SimpleNamespace
 
+import gpu
 import numpy as np
 import pytest
 import torch
@@ -464,6 +465,19 @@ def test_a_training_step_compiles_for_an_h100(modes, kind, tmp_path):
     found = json.loads((tmp_path / "found").read_text())["modes"]
     assert [*found] == [f"{mode}, {kind}" for mode in modes.split(",")]
     assert all(each["kernels"] > 20 and each["passes"] > 100 for each in found.values())
+
+
+def test_gpu_py_measures_in_turn_and_goes_on_without_a_process_that_fails(tmp_path, monkeypatch):
+    shape = "--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=32 --batch_size=2"
+    small = f"{HERE}/config/plain.py {shape} --rounds=2 --what=residual --modes="
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu, "FOLDER", tmp_path)
+    monkeypatch.setattr(gpu, "RESULT", tmp_path / "all.json")
+    monkeypatch.setattr(gpu, "PROCESSES", {"one": small + "prenorm,lns", "bad": small + "nothing"})
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    gpu.main()
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert [*found["one"]["residual"]] == ["prenorm", "lns"] and "bad" not in found
 
 
 def test_bench_keeps_every_number(tmp_path, capsys):
