@@ -1,14 +1,16 @@
 """
-What only a GPU can tell about speed, in seven minutes with 16 CPU cores.
+What only a GPU can tell about speed, in about eight minutes with 16 CPU cores.
 
     python runs/gpu.py
 
 It runs bench.py in several processes. These compile side by side, and then measure one after
-another, while the machine is quiet. The first mode of each process is pre-norm, and ratios are to
-it. All numbers go to results/speed/gpu.json, what bench.py prints to out/gpu.
+another, while the machine is quiet. But the compiler chooses between kernels by timing them while
+the others compile. The first mode of each process is pre-norm, and ratios are to it. All numbers go
+to results/speed/gpu.json, what bench.py prints to out/gpu.
 
-The residual of two sublayers is that of runs/h100.py, at eight times the batch: divide its times by
-the bytes that are counted there.
+The residual of two sublayers is that of runs/h100.py, at eight times the batch: eight times the
+bytes counted there, over these times, is the rate at which they move. The processes together need
+more than 80 GB of the GPU's memory.
 """
 
 import json
@@ -35,7 +37,7 @@ BLOCK = f"{PLAIN} --n_layer=2 --n_head=16 --n_kv_head=4 --n_embd=2048 --vocab_si
 STREAM = f"{BLOCK} --what=residual --batch_size=32 --rounds=25"
 WIDE = f"{BLOCK} --what=train --n_hidden=8192 --activation=swiglu"
 GPT2 = f"{PLAIN} --n_layer=12 --n_head=12 --n_embd=768 --vocab_size=50304"
-DECODE = f"{WIDE} --what=generate --n_layer=4 --new_tokens=128,512 --batches_of=1 --rounds=5"
+DECODE = f"{WIDE} --what=generate --n_layer=4 --new_tokens=128,512 --batches_of=1"
 PROCESSES = {
     "residual: norms": f"{STREAM} --modes=prenorm,prenorm,none,postnorm,perinorm,lns",
     "residual: tanh": f"{STREAM} --modes=prenorm,dyt,derf,bhyt",
@@ -49,10 +51,11 @@ PROCESSES = {
     "step, 2 x 2048: nag": f"{WIDE} --modes=prenorm,nag",
     "step, 2 x 2048: hc": f"{WIDE} --modes=prenorm,hc",
     "step, 2 x 2048: ihc": f"{WIDE} --modes=prenorm,ihc",
-    "step, 2 x 2048: attnres": f"{WIDE} --modes=prenorm,attnres,attnres_block",
+    "step, 2 x 2048: attnres": f"{WIDE} --modes=prenorm,attnres",
+    "step, 8 x 2048": f"{WIDE} --n_layer=8 --modes=prenorm,attnres,attnres_block",
     "step, 12 x 768: nag": f"{GPT2} --what=train --modes=prenorm,prenorm,nag",
     "forward": f"{WIDE} --what=forward --modes=prenorm,prenorm,perinorm,bhyt,nag",
-    "decoding": f"{DECODE} --modes=prenorm,bhyt,nag",
+    "decoding": f"{DECODE} --modes=prenorm,prenorm,bhyt,nag",
     "skipping": f"{GPT2} --what=mod --modes=prenorm --rates=0,0.2,0.4",
 }
 DEVICE = "cuda"
@@ -60,70 +63,64 @@ FOLDER = ROOT / "out" / "gpu"  # what bench.py prints, and its numbers
 RESULT = ROOT / "results" / "speed" / "gpu.json"
 
 
-def bench_in_turn(argv, speeds, log, ready, go, turn):
-    """The process of one bench.py. It is ready when it has compiled, and measures in its turn.
+def bench_in_turn(i, argv, speeds, log, ready, turn):
+    """The process of one bench.py: it is ready when it has compiled, and measures when turn is i.
 
     speeds: those of a copy and of a matrix product, which are measured before.
     """
     race = bench.race
 
     def race_in_turn(candidates, rounds):
-        if not ready.is_set():
+        if not ready.value:
             for run in candidates.values():
                 run(), run()
             torch.cuda.empty_cache()
-            ready.set()
-            go.wait()
-            turn.acquire()
+            ready.value = 1
+            while turn.value != i:
+                time.sleep(0.05)
         return race(candidates, rounds)
 
     bench.race, bench.machine_speeds = race_in_turn, lambda: speeds
     sys.argv = ["bench.py", *argv]
     with open(log, "w") as file, redirect_stdout(file):
-        try:
-            bench.main()
-        finally:
-            if ready.is_set():
-                turn.release()
+        bench.main()
 
 
 def main():
     configure(globals(), argv=sys.argv[1:])
     FOLDER.mkdir(parents=True, exist_ok=True)
-    machine.prepare_process(machine.pick_device(DEVICE))
+    device = machine.pick_device(DEVICE)
+    machine.prepare_process(device)
     copy, matmul = speeds = bench.floors(DEVICE, "bfloat16", 5)
     torch.cuda.empty_cache()
+    report = {"device": machine.device_name(device), "torch": torch.__version__}
+    report |= {"git": machine.commit(), "copy_bytes_s": copy, "matmul_flops_s": matmul}
 
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a core for each process
-    several, started, began = get_context("spawn"), {}, time.monotonic()
-    turn, go = several.Lock(), several.Event()
-    for i, (name, argv) in enumerate(PROCESSES.items()):
-        out, log, ready = FOLDER / f"{i}.json", FOLDER / f"{i}.txt", several.Event()
+    several, started, began = get_context("spawn"), [], time.monotonic()
+    turn = several.RawValue("i", -1)
+    for i, argv in enumerate(PROCESSES.values()):
+        out, ready = FOLDER / f"{i}.json", several.RawValue("b", 0)
         argv = [*argv.split(), f"--device={DEVICE}", f"--out={out}"]
-        args = (argv, speeds, log, ready, go, turn)
-        started[name] = several.Process(target=bench_in_turn, args=args), ready, out
-        started[name][0].start()
+        args = (i, argv, speeds, FOLDER / f"{i}.txt", ready, turn)
+        started.append((several.Process(target=bench_in_turn, args=args), ready, out))
+        started[-1][0].start()
 
-    compiling = lambda: [job for job, ready, _ in started.values() if not ready.is_set()]
-    while any(job.is_alive() for job in compiling()) and time.monotonic() - began < patience:
+    compiling = lambda: [job for job, ready, _ in started if not ready.value and job.is_alive()]
+    while compiling() and time.monotonic() - began < patience:
         time.sleep(0.5)
     for job in compiling():
         job.terminate()
-    time.sleep(2)
-    go.set()
-
-    report = {"device": machine.device_name(torch.device(DEVICE)), "torch": torch.__version__}
-    report |= {"git": machine.commit(), "copy_bytes_s": copy, "matmul_flops_s": matmul}
-    for name, (job, _, out) in started.items():
+    for i, (name, (job, _, out)) in enumerate(zip(PROCESSES, started)):
+        turn.value = i
         job.join()
-        if job.exitcode:
-            print(f"{name}: no result, exit code {job.exitcode}")
-            continue
-        found = json.loads(out.read_text())
-        parts = {part: found[part] for part in bench.PARTS if part in found}
-        report[name] = {"argv": PROCESSES[name].removeprefix(f"{ROOT}/")} | parts
-        print(f"{name}: measured")
-    RESULT.write_text(json.dumps(report) + "\n")
+        report[name] = f"failed, exit code {job.exitcode}"
+        if not job.exitcode:
+            found = json.loads(out.read_text())
+            parts = {part: found[part] for part in bench.PARTS if part in found}
+            report[name] = {"argv": PROCESSES[name].removeprefix(f"{ROOT}/")} | parts
+        print(f"{name}: {'failed' if job.exitcode else 'measured'}")
+        RESULT.write_text(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

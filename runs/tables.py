@@ -474,16 +474,16 @@ def other_facts():
         ("training", training, "prenorm"),
         ("generation of 128", generation["128 new, 1 at once"], "prenorm"),
         ("generation of 512", generation["512 new, 1 at once"], "prenorm"),
+        ("eager token", generation["a token, no cache, 512 new, 1 at once"], "prenorm"),
     ):
         pairs = zip(of["bhyt"]["seconds"], of[other]["seconds"])
         low, middle, high = stats.median_interval([a / b for a, b in pairs])
         yield f"time of BHyT's {name}", f"{middle:.3f} ({low:.3f} to {high:.3f})"
     nag = gpu["step, 12 x 768: nag"]["train"]["nag"]
     yield "time of NAG's step at 12 x 768", with_range(nag["ratio"])
-    yield (
-        "time of a step that skips 40%",
-        with_range(gpu["skipping"]["mod"]["step, rate 0.4"]["ratio"]),
-    )
+    for rate in (0.2, 0.4):
+        row = gpu["skipping"]["mod"][f"step, rate {rate}"]
+        yield f"time of a step that skips {rate:.0%}", with_range(row["ratio"])
 
 
 def conversion():
@@ -503,6 +503,7 @@ def speed():
     """The time of a step over pre-norm's on a CPU and a GPU, and what it would move on an H100."""
     runs = [part for name, part in load("speed/gpu.json").items() if "2 x 2048" in name]
     on_h200 = {mode: row["ratio"] for run in runs for mode, row in run["train"].items()}
+    del on_h200["attnres_block"]  # with 2 blocks it is attnres
     found = {"8 x 64, a CPU core": judged("muon")[1], "2 x 2048, H200": on_h200}
     moved = load("speed/h100.json")["modes"]
 

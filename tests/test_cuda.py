@@ -1,10 +1,13 @@
-"""What needs a GPU: compiled code against float64 on the CPU. `make slow` skips it without one."""
+"""What needs a GPU: compiled steps against float64 on the CPU, decoding, experts, masks, resuming.
+
+`make slow` skips these tests without a GPU."""
 
 import copy
 
 import pytest
 import torch
 
+import bench
 import bhyt
 import generate
 import machine
@@ -31,10 +34,18 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
-SKIPS = {"nag's router": MOD, "learned router": MOD | {"mod_router": "learned"}}
-EXPERTS = dict(moe_experts=4, moe_top_k=2, moe_shared=1, activation="swiglu")
-KINDS = {mode: {"residual": mode} for mode in RESIDUALS} | SKIPS
+LEARNED = MOD | {"mod_router": "learned", "residual": "prenorm"}
+EXPERTS = dict(moe_experts=4, moe_top_k=3, moe_shared=1, activation="swiglu")
+KINDS = {mode: {"residual": mode} for mode in RESIDUALS}
+KINDS["attnres_block"] = dict(residual="attnres_block", attnres_size=2)  # 1 would be attnres
+KINDS |= {"nag's router": MOD, "learned router": LEARNED}
 KINDS |= {"experts": EXPERTS, "extras": EXTRAS, "grouped queries": dict(n_head=4, n_kv_head=2)}
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process():
+    torch._dynamo.reset()  # else a second width compiles for all widths
+    torch.set_float32_matmul_precision("highest")
 
 
 @cases("kind", ["any", "parallel", "zero"])
@@ -74,37 +85,40 @@ def loss_and_gradients(model, idx, targets, dtype="float32"):
     return loss.item(), [grad.cpu().double() for grad in grads]
 
 
-def distance(ours, theirs):
-    """The size of the difference of two lists of gradients, relative to the second."""
-    ours, theirs = (torch.cat([grad.flatten() for grad in grads]) for grads in (ours, theirs))
-    return float((ours - theirs).norm() / theirs.norm())
+def worst(ours, theirs):
+    """The largest error of a parameter's gradient, relative to its size or to 1% of all."""
+    least = 0.01 * torch.stack([grad.norm() for grad in theirs]).norm()
+    pairs = zip(ours, theirs)
+    return max(float((a - b).norm() / b.norm().clamp(min=least)) for a, b in pairs)
 
 
 @cases("kind", KINDS)
 def test_on_cuda_a_compiled_step_equals_float64(kind):
-    torch._dynamo.reset()
     model = shaken(tiny(**KINDS[kind]))
     idx, targets = some_ids(4), some_ids(4, seed=2)
     loss, grads = loss_and_gradients(copy.deepcopy(model).double(), idx, targets)
-    for dtype, close in (("float32", 2e-3), ("bfloat16", 0.2)):
+    rounded = 0.4 if "router" in kind else 0.1  # rounding changes which tokens a router takes
+    for dtype, of_loss, of_grads in (("float32", 1e-5, 1e-3), ("bfloat16", 2e-3, rounded)):
         ours = copy.deepcopy(model).to(DEVICE)
         ours.compile_blocks()
         got = loss_and_gradients(ours, idx.to(DEVICE), targets.to(DEVICE), dtype)
-        assert got[0] == pytest.approx(loss, rel=close / 10), dtype
-        assert distance(got[1], grads) < close, dtype
+        assert got[0] == pytest.approx(loss, rel=of_loss), dtype
+        assert worst(got[1], grads) < of_grads, dtype
 
 
 @cases("mode", ["prenorm", "nag", "bhyt", "ihc", "attnres"])
 def test_on_cuda_compiled_decoding_equals_the_full_forward(mode):
-    model = shaken(tiny(residual=mode, n_kv_head=1)).to(DEVICE).eval()
-    prompt = some_ids(3, 8).to(DEVICE)
-    text = generate.generate(model, prompt, 20, temperature=0, compile=True)
-    with torch.no_grad():
-        best = model(text[:, :-1])[0].argmax(-1)
-    assert torch.equal(text[:, 8:], best[:, 7:])
+    """Of given text: text that a model generates with one embedding for both ends repeats."""
+    model = shaken(tiny(residual=mode, n_kv_head=1, tied=False)).to(DEVICE).eval()
+    text, greedy = some_ids(3, 28).to(DEVICE), (0, None, None, None)
+    step, cache = generate.compiled_step(text.device), generate.KVCache(model, 3, 28, static=True)
+    with torch.inference_mode():
+        generate.next_token(model, text[:, :8], cache, *greedy)
+        got = [step(model, text[:, t : t + 1], cache, *greedy).clone() for t in range(8, 28)]
+        assert torch.equal(torch.cat(got, 1), model(text)[0].argmax(-1)[:, 8:])
 
 
-def test_on_cuda_experts_repeat_and_masks_have_a_fast_kernel():
+def test_on_cuda_experts_repeat():
     model = shaken(tiny(**EXPERTS)).to(DEVICE)
     model.compile_blocks()
     idx, targets = some_ids(4).to(DEVICE), some_ids(4, seed=2).to(DEVICE)
@@ -117,13 +131,30 @@ def test_on_cuda_experts_repeat_and_masks_have_a_fast_kernel():
             layer.load.zero_()
         found.append((loss, load, grads))
     (loss, load, grads), again = found
-    assert loss == again[0] and torch.equal(load, again[1]) and distance(grads, again[2]) < 1e-3
+    # the sum over three experts has no fixed order
+    assert loss == pytest.approx(again[0], rel=1e-3) and worst(grads, again[2]) < 0.05
+    assert (load - again[1]).abs().sum() <= 4
 
-    q = torch.randn(2, 4, 16, 64, device=DEVICE, dtype=torch.bfloat16)
-    k = torch.randn(2, 4, 32, 64, device=DEVICE, dtype=torch.bfloat16)
-    mask = torch.rand(2, 1, 16, 32, device=DEVICE) < 0.7
-    slow_path = 0
-    assert torch._fused_sdp_choice(q, k, k, mask, 0.0, False) != slow_path
+
+def test_on_cuda_masks_have_a_fast_kernel():
+    shape = dict(device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    q, k = torch.randn(2, 12, 614, 64, **shape), torch.randn(2, 12, 1024, 64, **shape)
+    mask = torch.rand(2, 1, 614, 1024, device=DEVICE) < 0.7
+    chosen = torch._fused_sdp_choice(q, k, k, mask, 0.0, False)
+    assert chosen != torch.nn.attention.SDPBackend.MATH.value
+
+
+def test_on_cuda_a_recorded_run_keeps_its_tensors():
+    y = torch.zeros(2**20, device=DEVICE)
+
+    def record():
+        x = torch.ones_like(y)
+        return bench.replayed(lambda: y.add_(x), DEVICE)
+
+    replay, before = record(), float(y[0])
+    others = [torch.full_like(y, 7.0) for _ in range(8)]  # they would take freed memory
+    replay()
+    assert float(y[0]) == before + 1 and len(others) == 8
 
 
 def test_on_cuda_a_run_resumes_where_it_stopped(data, tmp_path):

@@ -467,17 +467,24 @@ def test_a_training_step_compiles_for_an_h100(modes, kind, tmp_path):
     assert all(each["kernels"] > 20 and each["passes"] > 100 for each in found.values())
 
 
-def test_gpu_py_measures_in_turn_and_goes_on_without_a_process_that_fails(tmp_path, monkeypatch):
+def test_gpu_py_measures_in_turn_and_goes_on_after_a_failure(tmp_path, monkeypatch):
     shape = "--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=32 --batch_size=2"
-    small = f"{HERE}/config/plain.py {shape} --rounds=2 --what=residual --modes="
-    monkeypatch.setattr(gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(gpu, "FOLDER", tmp_path)
+    small = f"{HERE}/config/plain.py {shape} --rounds=2 --what=residual"
+    processes = {
+        "bad name": f"{small} --modes=nothing",
+        "fails in its turn": f"{small},generate --modes=prenorm --new_tokens=none",
+        "good": f"{small} --modes=prenorm,lns",
+    }
+    for name, value in (("DEVICE", "cpu"), ("FOLDER", tmp_path), ("PROCESSES", processes)):
+        monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(gpu, "RESULT", tmp_path / "all.json")
-    monkeypatch.setattr(gpu, "PROCESSES", {"one": small + "prenorm,lns", "bad": small + "nothing"})
+    monkeypatch.setattr(gpu.bench, "floors", lambda *how: (1e9, 1e9))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # main sets it; this restores it
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     gpu.main()
     found = json.loads((tmp_path / "all.json").read_text())
-    assert [*found["one"]["residual"]] == ["prenorm", "lns"] and "bad" not in found
+    assert [found[name] for name in processes][:2] == ["failed, exit code 1"] * 2
+    assert [*found["good"]["residual"]] == ["prenorm", "lns"]
 
 
 def test_bench_keeps_every_number(tmp_path, capsys):
