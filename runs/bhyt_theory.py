@@ -1,5 +1,5 @@
 """
-How well do bhyt, bhyt_exact and prenorm_approx predict the variance before each MLP?
+How well do bhyt and prenorm_approx predict the variance before each MLP?
 
     python runs/bhyt_theory.py --out_dir=out/bhyt    prints the mean R2 of the blocks
 
@@ -16,7 +16,7 @@ import torch
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from attention import Attention
-from bhyt import KAPPA, RESIDUALS, BoundedTanh, attention_gain
+from bhyt import RESIDUALS
 from checkpoint import load_model
 from configurator import configure
 from data import Windows, eval_batches, spread, write_json
@@ -33,44 +33,27 @@ def r2(predicted, measured):
     return float(1 - error / measured.var(correction=0))
 
 
-def added_variance(block, T, gain_aware):
-    """What attention adds to the variance of the stream (Theorem 3.4). gain_aware: with W_V's gain.
-
-    A tanh's output has at most this variance before its gain. RMSNorm's has its gain's mean square.
-    """
-    norm, attn = block.attn_residual.norm, block.attn
-    w_v = attn.wv.weight * norm.gain if gain_aware else attn.wv.weight
-    c = attention_gain(w_v, attn.wo.weight, attn.n_head, attn.n_kv_head, T)
-    bounded = isinstance(norm, BoundedTanh)
-    output = (norm.lam / KAPPA) ** 2 if bounded else norm.gain.square().mean()
-    return block.scale**2 * c * output
-
-
 @torch.no_grad()
 def measure(model, batches):
     """Measured and predicted variance before each MLP, and R2: lists by block."""
     parts = []
     for x, _ in batches:
-        squares = []
-        for sublayer, _, _, before, after in walk(model, x):
-            if isinstance(sublayer, Attention):
-                squares.append(torch.stack([s.x.square().mean(-1) for s in (before, after)]))
-        parts.append(torch.stack(squares))  # (n_layer, 2, B, T)
-    before, after = torch.cat(parts, dim=2).double().unbind(1)
-
-    T, gain_aware = model.blocks[0].attn_residual.T, model.config.bhyt_unit
-    added = torch.stack([added_variance(block, T, gain_aware) for block in model.blocks])
-    predicted = before + added.view(-1, 1, 1)
-    means = {"measured": after.mean((1, 2)).tolist(), "predicted": predicted.mean((1, 2)).tolist()}
-    return means | {"R2": [r2(*of_block) for of_block in zip(predicted, after)]}
+        before_mlp = [s for sublayer, *_, s in walk(model, x) if isinstance(sublayer, Attention)]
+        pairs = [(s.x.square().mean(-1), s.lane[..., 0]) for s in before_mlp]
+        parts.append(torch.stack([torch.stack(pair) for pair in pairs]))  # (n_layer, 2, B, T)
+    measured, predicted = torch.cat(parts, dim=2).double().unbind(1)
+    both = {"measured": measured, "predicted": predicted}
+    means = {name: of.mean((1, 2)).tolist() for name, of in both.items()}
+    return means | {"R2": [r2(*of_block) for of_block in zip(predicted, measured)]}
 
 
 def main():
     configure(globals(), argv=sys.argv[1:])
     state, model = load_model(out_dir)
     name = model.config.residual
-    if name not in RESIDUALS:
-        modes = ", ".join(RESIDUALS)
+    predict = [mode for mode, of in RESIDUALS.items() if of.predicts]
+    if name not in predict:
+        modes = ", ".join(predict)
         raise SystemExit(f"residual={name!r} predicts no variance: give a run of {modes}")
     windows = Windows(data_dir or state["settings"]["data_dir"], "val", model.config.block_size)
     batches = list(eval_batches(windows, spread(windows, tokens), 1, "cpu"))

@@ -407,23 +407,25 @@ THEORY = os.path.join(HERE, "runs", "bhyt_theory.py")
 
 @torch.no_grad()
 def test_the_theory_of_bhyt_holds_for_independent_inputs():
-    theory = runpy.run_path(THEORY)
-    model = tiny(residual="bhyt", n_embd=64, n_head=4, n_kv_head=2)
+    model = tiny(residual="bhyt", n_embd=64, n_head=4, n_kv_head=2, bhyt_unit=True)
     block = shaken(model).blocks[0]
-    norm = block.attn_residual.norm
+    residual, norm = block.attn_residual, block.attn_residual.norm
     x = torch.randn(4000, 32, 64) * norm.gain * norm.lam / bhyt.KAPPA
     v = block.attn.wv(x).mean(1).view(-1, 2, 1, 16).expand(-1, 2, 2, 16)  # uniform attention
     sampled = block.attn.wo(v.flatten(1)).square().mean().item()
-    assert theory["added_variance"](block, 32, True).item() == pytest.approx(sampled, rel=0.05)
+    added = residual.c * residual.output_variance()
+    assert added.item() == pytest.approx(sampled, rel=0.05)
     x, y = torch.tensor([[1.0, 2, 4, 8], [2.0, 1, 3, 9]], dtype=torch.float64)
-    assert theory["r2"](x, y) == pytest.approx(1 - 4 / ((y - 3.75) ** 2).sum().item())
+    assert runpy.run_path(THEORY)["r2"](x, y) == pytest.approx(
+        1 - 4 / ((y - 3.75) ** 2).sum().item()
+    )
 
 
 def test_the_script_of_bhyt_s_theory_reports_what_was_measured(data, tmp_path, monkeypatch):
-    for mode, *argv in (("nag",), ("bhyt", "--learning_rate=1e-2")):
+    for mode, *argv in (("bhyt_exact",), ("bhyt", "--learning_rate=1e-2")):
         train(data, tmp_path / mode, f"--residual={mode}", *argv)
-    monkeypatch.setattr(sys, "argv", ["", f"--out_dir={tmp_path}/nag"])
-    with pytest.raises(SystemExit, match="residual='nag' predicts no variance"):
+    monkeypatch.setattr(sys, "argv", ["", f"--out_dir={tmp_path}/bhyt_exact"])
+    with pytest.raises(SystemExit, match="residual='bhyt_exact' predicts no variance"):
         runpy.run_path(THEORY, run_name="__main__")
     monkeypatch.setattr(sys, "argv", ["", f"--out_dir={tmp_path}/bhyt", "--tokens=512"])
     runpy.run_path(THEORY, run_name="__main__")
