@@ -144,7 +144,8 @@ class PreNormApprox(PreNorm):
         """Eq. 4 from the current weights. In place and on the device: no sync, no recompilation."""
         if self.norm.gain is None:  # folded: W_V contains gamma, and c is final
             return
-        w_v, w_o = (gathered(linear.weight) for linear in (attention.wv, attention.wo))
+        linears = (attention.wv, attention.wo)
+        w_v, w_o = (gathered(getattr(x, "merged", x.weight)) for x in linears)  # of adapters, too
         w_v = w_v * gathered(self.norm.gain) if self.gain_aware else w_v  # Eq. 6
         self.c.copy_(attention_gain(w_v, w_o, attention.n_head, attention.n_kv_head, self.T))
 
@@ -198,7 +199,7 @@ def fold(model):
 @torch.no_grad()
 def fold_norm(norm, router, layers):
     """Multiply gamma into the columns of the linears or expert weights that read the norm."""
-    if any(hasattr(layer, "plain") and layer.plain is None for layer in layers):
+    if any(hasattr(layer, "merged") for layer in layers):
         raise ValueError("an adapter was trained on inputs that contain gamma: merge it first")
     weights = [weight_of(layer) for layer in layers]
     weights += [router.w] if router is not None and router.learned else []

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -46,24 +46,15 @@ class Adapted(nn.Linear):
         self.B = nn.Parameter(torch.zeros(self.out_features, rank, device=device))
         self.scale = alpha / rank
         self.drop = nn.Dropout(dropout)
-        self.plain = None  # while merged: the weight without the adapter
 
     def forward(self, x):
-        y = super().forward(x)
-        if self.plain is not None:
-            return y
-        return y + self.scale * F.linear(F.linear(self.drop(x), self.A), self.B)  # Eq. 1
+        added = F.linear(F.linear(self.drop(x), self.A), self.B)
+        return super().forward(x) + self.scale * added  # Eq. 1
 
-    @torch.no_grad()
-    def merge(self):
-        """Add the adapter to W. A copy of W is kept, so that unmerge restores it exactly."""
-        self.plain = self.weight.clone()
-        self.weight += self.scale * (self.B @ self.A)
-
-    @torch.no_grad()
-    def unmerge(self):
-        self.weight.copy_(self.plain)
-        self.plain = None
+    @property
+    def merged(self):
+        """W with the adapter added, for code that reads weights instead of outputs."""
+        return self.weight + self.scale * (self.B @ self.A)
 
 
 def adapt(model, rank, alpha, dropout, targets):
@@ -78,20 +69,6 @@ def adapt(model, rank, alpha, dropout, targets):
         for name, linear in [*module.named_children()]:
             if name in names and type(linear) is nn.Linear:
                 setattr(module, name, Adapted(linear, rank, alpha, dropout))
-
-
-def adapters(model):
-    return [module for module in model.modules() if isinstance(module, Adapted)]
-
-
-@contextmanager
-def merged(model):
-    """In a with block: merge the adapters, for code that reads weights instead of outputs."""
-    for module in adapters(model):
-        module.merge()
-    yield
-    for module in adapters(model):
-        module.unmerge()
 
 
 def frozen(model):

@@ -415,8 +415,7 @@ def prepare_step(factor):
     if step < alpha_warmup_iters:
         ramp_alpha()
     if step % bhyt.INTERVAL == 0:
-        with lora.merged(model):
-            model.refresh()
+        model.refresh()
     torch.manual_seed(hash((seed, step, rank)))  # dropout depends on the step: no state to save
 
 
