@@ -5,7 +5,6 @@ From log.jsonl of each run:
     loss        validation loss against tokens, with the training loss as a thin line
     flops       validation loss against training FLOPs
     time        validation loss against the time spent in training steps
-    rate        final validation loss against the share of tokens that skip, one line per router
 
 From eval.json of each run:
     variance    variance of the stream after each block
@@ -19,9 +18,6 @@ From eval.json of one run:
     similarity  cosines between the mean updates of the sublayers
     sources     weights that sublayers and head give to their sources, for Attention Residuals
     map         which tokens of a text ran in which sublayers
-
-From JSON files of bench.py, in place of runs:
-    speed       time relative to the first candidate
 
 Runs that differ only in the seed become one line: their mean, with a band from the lowest to the
 highest; flops and time draw each run. plot.py writes OUT.png and OUT.svg. The same input gives the
@@ -124,27 +120,15 @@ def steps_of(run):
     return steps
 
 
-def final_loss(run):
-    """The last validation loss of a run; infinity if the run ended with a bad step."""
-    records = read_log(run)[1]
-    if records and records[-1].get("bad_steps"):
-        return math.inf
-    losses = [record["val_loss"] for record in records if record["val_loss"] is not None]
-    if not losses:
-        raise SystemExit(f"plot.py: {run} has no validation loss")
-    return losses[-1]
-
-
 # ------------------------------------------------------------------------------------------------
 # Groups of runs
 
 
-def grouped(runs, ignore=()):
-    """Group runs that differ only in the seed or in the settings in ignore: {label: (mode, runs)}.
+def grouped(runs):
+    """Group runs that differ only in the seed: {label: (mode, runs)}.
 
     A label has the mode, and the settings in which the runs of this mode differ.
     """
-    ignore = ("seed", "out_dir", *ignore)
     scratch = dict.fromkeys(("scratch", "auto", "resume"), {"init_from": "scratch"})
     settings = {run: read_log(run)[0] for run in runs}
     settings = {run: own | scratch.get(own.get("init_from"), {}) for run, own in settings.items()}
@@ -154,16 +138,16 @@ def grouped(runs, ignore=()):
         same_mode = [other for other in settings.values() if other["residual"] == mode]
         # Older logs do not have newer settings.
         values = {key: {str(s[key]) for s in same_mode if key in s} for key in own}
-        differs = [key for key in own if len(values[key]) > 1 and key not in ignore]
+        differs = [key for key in own if len(values[key]) > 1 and key not in ("seed", "out_dir")]
         label = ", ".join([mode, *(f"{key}={own[key]}" for key in differs)])
         groups.setdefault(label, (mode, []))[1].append(run)
     return groups
 
 
-def styled(runs, ignore=()):
+def styled(runs):
     """Yield (mode, runs, index, style) of each group. index counts the groups of the mode."""
     seen = []
-    for label, (mode, members) in grouped(runs, ignore).items():
+    for label, (mode, members) in grouped(runs).items():
         yield mode, members, seen.count(mode), {"color": colour(mode), "label": label, "lw": 1.5}
         seen.append(mode)
 
@@ -211,21 +195,8 @@ def losses_against(axes, runs, key, unit, label):
     axes.set(xlabel=label, ylabel=LOSS + (", thin: training" if key == "tokens" else ""))
 
 
-def rate(axes, runs):
-    settings = {run: read_log(run)[0] for run in runs}
-    dense = [run for run in runs if settings[run]["mod_rate"] == 0]
-    routed = [run for run in runs if run not in dense]
-    for mode, members, index, look in styled(routed, ["mod_rate"]):
-        points = {}
-        for run in members + [run for run in dense if settings[run]["residual"] == mode]:
-            points.setdefault(settings[run]["mod_rate"], []).append(final_loss(run))
-        look |= {"marker": "osD^v"[index % 5], "ms": 5, "ls": "--" if index % 5 else "-"}
-        plot_mean(axes, points, **look)
-    axes.set(xlabel="share of tokens that skip", ylabel=LOSS)
-
-
 # ------------------------------------------------------------------------------------------------
-# Figures from eval.json and bench.json
+# Figures from eval.json
 
 
 def by_depth(key):
@@ -308,23 +279,6 @@ def token_map(axes, runs):
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def speed(axes, files):
-    height = 0
-    for file in files:
-        rows = {}
-        for part in json.load(need(file)).values():
-            if isinstance(part, dict):
-                rows |= {k: v for k, v in part.items() if isinstance(v, dict) and "ratio" in v}
-        for name, row in rows.items():
-            low, middle, high = row["ratio"]
-            look = {"color": colour(name), "ecolor": "0.5"}
-            axes.barh(height, middle, xerr=[[middle - low], [high - middle]], **look)
-            axes.text(0, height, f" {name}  {middle:.3f}x", va="center", color="white")
-            height += 1
-    axes.axvline(1, color="0.7", lw=1)
-    axes.set(xlabel="time over that of the first, and quartiles over the rounds", yticks=[])
-
-
 def differences(path, rows, baseline):
     """Draw intervals of two differences from a baseline.
 
@@ -385,10 +339,9 @@ FIGURES = {
     "loss": partial(losses_against, key="tokens", unit=1e6, label="million tokens"),
     "flops": partial(losses_against, key="flops", unit=1e12, label="training TFLOPs"),
     "time": partial(losses_against, key="seconds", unit=60, label="minutes of training"),
-    "rate": rate,
     "variance": partial(stream, key="variance"), "norm": partial(stream, key="norm"),
     "rotation": rotation, "alpha": alpha, "dropped": dropped, "calibrated": calibrated,
-    "similarity": similarity, "sources": sources, "map": token_map, "speed": speed,
+    "similarity": similarity, "sources": sources, "map": token_map,
 }  # fmt: skip
 
 
@@ -396,8 +349,7 @@ def main(figure, out, *runs):
     if figure not in FIGURES:
         figures = ", ".join(FIGURES)
         raise SystemExit(f"plot.py: there is no figure {figure!r}: choose one of {figures}")
-    if figure != "speed":
-        refuse_mixed_data(runs)
+    refuse_mixed_data(runs)
     fig, axes = canvas(7, 4)
     FIGURES[figure](axes, runs)
     axes.grid(alpha=0.3)

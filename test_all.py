@@ -2520,12 +2520,10 @@ def test_a_figure_shows_the_mean_of_seeds_and_a_band_from_lowest_to_highest():
 
 
 def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_path):
-    dense, bench, x = [str(runs / name) for name in "abc"], tmp_path / "b.json", str(tmp_path / "x")
+    dense, x = [str(runs / name) for name in "abc"], str(tmp_path / "x")
     for run, what in (("a", "depth"), ("b", "depth"), ("c", "depth"), ("d", "mod"), ("e", "depth")):
         evaluated(runs / run, what, depth_tokens=64)
-    bench.write_text('{"modes": {"prenorm": {"ratio": [1, 1, 1]}, "nag": {"ratio": [1, 1.02, 2]}}}')
-    others = {"alpha": dense[:2], "map": [str(runs / "d")], "speed": [str(bench)]}
-    others["sources"] = [str(runs / "e")]
+    others = {"alpha": dense[:2], "map": [str(runs / "d")], "sources": [str(runs / "e")]}
 
     def drawn(figure):
         plot.main(figure, x, *others.get(figure, dense))
@@ -2548,24 +2546,6 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
     refuses("no figure 'lss': choose one of loss", plot.main, "lss", x, *dense)
     refuses("no alpha in its depth: its mode has no rotation", plot.main, "alpha", x, dense[2])
     refuses("no sources in its depth: its mode has no sources", plot.main, "sources", x, dense[2])
-
-
-def test_the_lines_of_routers_begin_at_the_dense_run(monkeypatch):
-    import matplotlib.pyplot as plt
-
-    runs = []
-    for on, rate, router, loss in (
-        ("none", 0, "nag", 1), ("both", 0.4, "nag", 5), ("mlp", 0.4, "learned", 2),
-        ("both", 0.4, "learned", 3), ("both", 0.4, "learned", 5),  # two seeds: their mean is drawn
-    ):  # fmt: skip
-        settings = dict(residual="nag", mod_on=on, mod_rate=rate, mod_router=router)
-        runs.append((settings, [{"val_loss": loss}]))
-    runs.append((settings, [{"val_loss": None}]))  # no evaluation
-    monkeypatch.setattr(plot, "read_log", lambda i: runs[i])
-    axes = plt.figure().subplots()
-    plot.rate(axes, [*range(len(runs) - 1)])
-    refuses("5 has no validation loss", plot.rate, axes, [*range(len(runs))])
-    assert {tuple(line.get_ydata()) for line in axes.lines} == {(1, 5), (1, 4), (1, 2)}
 
 
 def test_experts_are_chosen_in_float32_and_may_be_left_without_tokens(monkeypatch):
