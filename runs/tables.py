@@ -361,6 +361,9 @@ def lead_facts():
         lines = shallow[mode, 4]
         copy = [copying.copies(*line["depth"]["copying"]) for line in lines]
         yield f"{mode} copies with AdamW and 4 blocks", f"{sum(copy)} of {len(copy)}"
+    pairs = by_depth()["nag", "AdamW"]
+    deeper = stats.slope({math.log2(n): differences(*pairs[n]) for n in (8, 16)})
+    yield "change of NAG's lead from 8 to 16 blocks", plus_minus(deeper)
 
     changes = [*repeated("another_cpu", "lead")]
     yield "runs on another CPU", len(changes)
