@@ -14,7 +14,6 @@ more than 80 GB of the GPU's memory.
 """
 
 import json
-import os
 import sys
 import time
 from contextlib import redirect_stdout
@@ -25,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
+from torch._inductor import config as inductor
 
 import bench
 import machine
@@ -81,6 +81,7 @@ def bench_in_turn(i, argv, speeds, log, ready, turn):
         return race(candidates, rounds)
 
     bench.race, bench.machine_speeds = race_in_turn, lambda: speeds
+    inductor.compile_threads = 1  # a core for each process
     sys.argv = ["bench.py", *argv]
     with open(log, "w") as file, redirect_stdout(file):
         bench.main()
@@ -96,7 +97,6 @@ def main():
     report = {"device": machine.device_name(device), "torch": torch.__version__}
     report |= {"git": machine.commit(), "copy_bytes_s": copy, "matmul_flops_s": matmul}
 
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a core for each process
     several, started, began = get_context("spawn"), [], time.monotonic()
     turn = several.RawValue("i", -1)
     for i, argv in enumerate(PROCESSES.values()):

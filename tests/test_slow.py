@@ -481,7 +481,6 @@ def test_gpu_py_measures_in_turn_and_goes_on_after_a_failure(tmp_path, monkeypat
         monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(gpu, "RESULT", tmp_path / "all.json")
     monkeypatch.setattr(gpu.bench, "floors", lambda *how: (1e9, 1e9))
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # main sets it; this restores it
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     gpu.main()
     found = json.loads((tmp_path / "all.json").read_text())
