@@ -160,8 +160,12 @@ def replayed(run, device):
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
         run()
-    keeps = (graph, run)  # run has the tensors that the graph reads; without it they are freed
-    return lambda: keeps[0].replay()
+
+    def replay():
+        graph.replay()
+
+    replay.keeps = run  # it has the tensors that the graph reads; without it they are freed
+    return replay
 
 
 # ------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ RESULT = ROOT / "results" / "speed" / "gpu.json"
 def bench_in_turn(i, argv, speeds, log, ready, turn):
     """The process of one bench.py: it is ready when it has compiled, and measures when turn is i.
 
-    speeds: those of a copy and of a matrix product, which are measured before.
+    speeds: what bench.floors returned before the processes started.
     """
     race = bench.race
 

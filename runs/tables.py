@@ -504,9 +504,10 @@ def conversion():
 
 def speed():
     """The time of a step over pre-norm's on a CPU and a GPU, and what it would move on an H100."""
-    runs = [part for name, part in load("speed/gpu.json").items() if "2 x 2048" in name]
-    on_h200 = {mode: row["ratio"] for run in runs for mode, row in run["train"].items()}
-    del on_h200["attnres_block"]  # with 2 blocks it is attnres
+    timed = load("speed/gpu.json").items()
+    runs = [run["train"] for name, run in timed if "2 x 2048" in name and "train" in run]
+    on_h200 = {mode: row["ratio"] for run in runs for mode, row in run.items()}
+    on_h200.pop("attnres_block", None)  # with 2 blocks it is attnres
     found = {"8 x 64, a CPU core": judged("muon")[1], "2 x 2048, H200": on_h200}
     moved = load("speed/h100.json")["modes"]
 

@@ -422,11 +422,12 @@ def test_the_theory_of_bhyt_holds_for_independent_inputs():
 
 
 def test_the_script_of_bhyt_s_theory_reports_what_was_measured(data, tmp_path, monkeypatch):
-    for mode, *argv in (("bhyt_exact",), ("bhyt", "--learning_rate=1e-2")):
+    for mode, *argv in (("nag",), ("bhyt_exact",), ("bhyt", "--learning_rate=1e-2")):
         train(data, tmp_path / mode, f"--residual={mode}", *argv)
-    monkeypatch.setattr(sys, "argv", ["", f"--out_dir={tmp_path}/bhyt_exact"])
-    with pytest.raises(SystemExit, match="residual='bhyt_exact' predicts no variance"):
-        runpy.run_path(THEORY, run_name="__main__")
+    for mode in ("nag", "bhyt_exact"):
+        monkeypatch.setattr(sys, "argv", ["", f"--out_dir={tmp_path}/{mode}"])
+        with pytest.raises(SystemExit, match=f"residual='{mode}' predicts no variance"):
+            runpy.run_path(THEORY, run_name="__main__")
     monkeypatch.setattr(sys, "argv", ["", f"--out_dir={tmp_path}/bhyt", "--tokens=512"])
     runpy.run_path(THEORY, run_name="__main__")
     report = json.load(open(tmp_path / "bhyt" / "variance.json"))
