@@ -65,7 +65,7 @@ def select(x, index):
     if x.size(1) == 0:  # gather rejects indices into an empty dimension
         return x.new_zeros(shape)
     index = index.view(*index.shape, *[1] * (x.dim() - 2))  # (B, k, 1, ...)
-    return x.gather(1, index.clamp(min=0).expand(shape)).masked_fill(index < 0, 0)
+    return x.gather(1, index.clamp(min=0).long().expand(shape)).masked_fill(index < 0, 0)
 
 
 class GatherRows(torch.autograd.Function):
@@ -163,11 +163,12 @@ class Attention(nn.Module):
             mask = mask if docs is None else mask & (query_docs[:, :, None] == docs[:, None, :])
             mask = mask if mask.dim() == 2 else mask[:, None]
         q = self.query(h, rope).to(k.dtype)
-        if mask is not None:  # CUDA's fast kernels with a mask take no grouped queries
-            k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, 1) for x in (k, v))
+        groups = self.n_head // self.n_kv_head
+        if mask is not None and groups > 1:  # CUDA's fast kernels with a mask take no groups
+            k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         dropout = self.dropout * self.training
         if torch.compiler.is_compiling() and q.device.type == "cpu" and not dropout:
-            chunk = 128 if cache is None else k.size(2)
+            chunk = 128 if cache is None and rows is None else k.size(2)
             y = cpu_attention(q, k, v, mask, chunk, self.softmax_scale)
         else:
             y = F.scaled_dot_product_attention(

@@ -62,9 +62,9 @@ class Router(nn.Module):
             order = torch.randperm(self.T, generator=generator, device="cpu")
             self.register_buffer("table", (order + 0.5) / self.T, persistent=False)
         self.register_buffer("histogram", torch.zeros(BINS))
-        fresh = torch.zeros(BINS, dtype=torch.int64)  # this rank's scores since the last balance
-        self.register_buffer("fresh", fresh)
-        weight = torch.ones(1, dtype=torch.int64)  # 0 when a forward is recomputed
+        # this rank's scores since the last balance; a GPU adds int32, but would sort int64
+        self.register_buffer("fresh", torch.zeros(BINS, dtype=torch.int32))
+        weight = torch.ones(1, dtype=torch.int32)  # 0 when a forward is recomputed
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("tau", torch.zeros(1))
         share = torch.tensor([1.0 - self.rate])  # share of tokens that run in training
@@ -116,31 +116,29 @@ class Router(nn.Module):
     def run_top_k(self, sublayer, h, q):
         """Training: run the k tokens of each sequence with the highest scores."""
         k = min(q.size(1), -(-self.k * q.size(1) // self.T))
-        chosen = q.topk(k, dim=1, sorted=False).indices.sort(1).values  # (B, k)
-        runs = torch.zeros_like(q, dtype=torch.bool).scatter(1, chosen, True)
-        return self.run_rows(sublayer, h, chosen), runs
+        rows = rows_of(q.topk(k, dim=1, sorted=False).indices, q.size(1))
+        runs = rows[1] >= 0
+        return self.run_rows(sublayer, h, rows), runs
 
     def run_above_tau(self, sublayer, h, q):
         """Evaluation: run every token whose score is tau or more."""
         runs = q >= self.tau  # Eq. 3
         if torch.compiler.is_compiling():  # run all tokens, since shapes cannot depend on the data
             return sublayer(h, None), runs
-        rows, flags = (h.flatten(0, 1)[None], runs.view(1, -1)) if self.pointwise else (h, runs)
+        tokens, flags = (h.flatten(0, 1)[None], runs.view(1, -1)) if self.pointwise else (h, runs)
         k = int(flags.sum(1).max())  # sequences with fewer running tokens are padded with others
         if k == flags.size(1):
             return sublayer(h, None), runs
         if k == 0 and self.pointwise:  # attention must still store keys and values
             return torch.zeros_like(h), runs
         running_first = flags.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-        chosen = running_first[:, :k].sort(1).values
-        return self.run_rows(sublayer, rows, chosen).view_as(h), runs
+        rows = rows_of(running_first[:, :k], flags.size(1))
+        return self.run_rows(sublayer, tokens, rows).view_as(h), runs
 
-    def run_rows(self, sublayer, h, chosen):
-        """Run the chosen tokens (B, k) and scatter the output into zeros: (B, T, C)."""
-        places = torch.arange(chosen.size(1), device=chosen.device).expand_as(chosen)
-        inverse = chosen.new_full(h.shape[:2], -1).scatter(1, chosen, places)
-        f = sublayer(h, (chosen, inverse))
-        return gather_rows(f, (inverse, chosen))
+    def run_rows(self, sublayer, h, rows):
+        """Run the tokens that rows names, and scatter the output into zeros: (B, T, C)."""
+        chosen, inverse = rows
+        return gather_rows(sublayer(h, rows), (inverse, chosen))
 
     def write(self, residual, f, runs, q, stream, scale, turn):
         """Write f (B, T, C) for the running tokens. runs and q are (B, T, 1)."""
@@ -156,6 +154,13 @@ class Router(nn.Module):
         bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
         self.fresh.index_add_(0, bins, self.weight.expand_as(bins))
         self.weight.zero_()
+
+
+def rows_of(chosen, T):
+    """The rows of attention.gather_rows that take the tokens chosen (B, k), of T."""
+    places = torch.arange(chosen.size(1), dtype=torch.int32, device=chosen.device)
+    inverse = places.new_full((len(chosen), T), -1)
+    return chosen, inverse.scatter(1, chosen, places.expand_as(chosen))
 
 
 def check(config, residual):

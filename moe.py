@@ -77,7 +77,7 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(E, C, hidden))
         self.gate = nn.Parameter(torch.empty(E, hidden, C)) if gated else None
         self.register_buffer("bias", torch.zeros(E))
-        load = torch.zeros(E, dtype=torch.int64)  # choices of each expert since the last balance
+        load = torch.zeros(E, dtype=torch.int32)  # choices of each expert since the last balance
         self.register_buffer("load", load, persistent=False)
         self.penalty = None  # Eq. 4 of this forward, in training
 
@@ -87,7 +87,8 @@ class MoE(nn.Module):
         experts, order = chosen.flatten().sort(stable=True)  # (N k,): choices grouped by expert
         w = s.gather(1, chosen)  # (N, k)
         w = w / w.sum(-1, keepdim=True) if self.k > 1 else w
-        load = torch.zeros_like(self.load).index_add_(0, experts, torch.ones_like(experts))
+        ones = torch.ones_like(experts, dtype=torch.int32)  # a GPU adds int32, but sorts int64
+        load = torch.zeros_like(self.load).index_add_(0, experts, ones)
         if self.training:
             self.load += load
             if self.by_loss:

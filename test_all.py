@@ -1161,7 +1161,7 @@ def test_gathering_running_tokens_equals_masking_and_so_do_gradients(changes, mo
     for (name, _), grad in zip(model.named_parameters(), gathered[2]):
         assert "router.w" not in name or grad.abs().max() > 1e-5  # scores are part of the output
     # now all tokens are computed, and the router's write masks those that were not chosen
-    monkeypatch.setattr(mod.Router, "run_rows", lambda router, run, h, chosen: run(h, None))
+    monkeypatch.setattr(mod.Router, "run_rows", lambda router, run, h, rows: run(h, None))
     masked = logits_and_gradients(model, idx, idx.roll(-1, 1))
     assert_close(gathered, masked, rtol=1e-9, atol=1e-12)
     if changes.get("mod_router") != "random":  # training looks ahead, and evaluation does not
