@@ -241,19 +241,19 @@ def list_files(folder):
     fail(f"{folder} has no model.safetensors and no model.safetensors.index.json")
 
 
-def check_tensors(folder, wanted):
-    """{path: [(name here, name in the file)]}, from the headers of the files.
+def read_tensors(folder, wanted):
+    """{name here: tensor}. They are mapped into memory, and read when they are used.
 
     Fails if a tensor is missing or unknown, or has another shape. wanted: what file_names returns.
     """
     by_name = {other: (name, shape) for name, (other, shape) in wanted.items()}
-    plan, found = {}, set()
+    tensors, found = {}, set()
     for path in list_files(folder):
         with opened(path) as file:
             for other in file.keys():
                 if other not in by_name:
                     if other == "lm_head.weight":  # of a tied model: import_model compares it
-                        plan.setdefault(path, []).append(("head.weight", other))
+                        tensors["head.weight"] = file.get_tensor(other)
                         continue
                     if other.endswith(".rotary_emb.inv_freq"):  # made from the settings
                         continue
@@ -266,12 +266,12 @@ def check_tensors(folder, wanted):
                 if part.get_dtype() not in DTYPES:
                     of = f"{other} has the dtype {part.get_dtype()}"
                     fail(f"{path}: {of}: choose one of {', '.join(DTYPES)}")
-                plan.setdefault(path, []).append((name, other))
+                tensors[name] = file.get_tensor(other)
                 found.add(other)
     missing = sorted(by_name.keys() - found)
     if missing:
         fail(f"{folder} lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))
-    return plan
+    return tensors
 
 
 @contextmanager
@@ -284,16 +284,6 @@ def opened(path):
         fail(f"{path} is not a complete .safetensors file: {error}")
     with file:
         yield file
-
-
-def read_tensors(plan):
-    """{name: tensor}. They are mapped into memory, and read when they are used."""
-    tensors = {}
-    for path, names in plan.items():
-        with opened(path) as file:
-            for name, other in names:
-                tensors[name] = file.get_tensor(other)
-    return tensors
 
 
 def read_json(path):
@@ -355,9 +345,8 @@ def import_model(source, to, context=None):
     keys = read_json(os.path.join(folder, "config.json"))
     config = to_settings(keys, context)
     wanted = file_names(config)
-    plan = check_tensors(folder, wanted)
+    tensors = read_tensors(folder, wanted)
     meta = tokenizer_meta(folder, config)
-    tensors = read_tensors(plan)
     if config.tied:
         head = tensors.get("head.weight", tensors["embed.weight"])
         if not torch.equal(head, tensors["embed.weight"]):

@@ -36,10 +36,10 @@ POLAR_EXPRESS = (  # (a, b, c) of each iteration, for singular values from 0.01 
 )
 
 
-def polar(x, coefficients=POLAR_EXPRESS):
+def polar(x):
     """Eq. 2 for a stack of matrices (n, rows, columns)."""
     if x.size(-2) > x.size(-1):
-        return polar(x.mT, coefficients).mT
+        return polar(x.mT).mT
     x = x / (norm(x) + 1e-7)
     A = x @ x.mT
     AA = A @ A
@@ -47,23 +47,23 @@ def polar(x, coefficients=POLAR_EXPRESS):
     x, A, AA = x / s, A / s**2, AA / s**4
 
     wide, Q = x.size(-1) > 2 * x.size(-2), None
-    for i, (a, b, c) in enumerate(coefficients, 1):
+    for i, (a, b, c) in enumerate(POLAR_EXPRESS, 1):
         P = b * A + c * AA
         P.diagonal(dim1=-2, dim2=-1).add_(a)
         if wide:
             Q = P if Q is None else P @ Q  # Eq. 6
         else:
             x = P @ x  # Eq. 4
-        if i < len(coefficients):
+        if i < len(POLAR_EXPRESS):
             A = P @ A @ P if wide else x @ x.mT
             AA = A @ A
     return Q @ x if wide else x
 
 
-def polar_over_ranks(x, mesh, coefficients):
+def polar_over_ranks(x, mesh):
     """polar of a stack that all ranks of a device mesh have, each for a part of it."""
     mine = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None).to_local()
-    mine = polar(mine, coefficients) if len(mine) else mine
+    mine = polar(mine) if len(mine) else mine
     parts = DTensor.from_local(
         mine.contiguous(), mesh, [Shard(0)], shape=x.shape, stride=x.stride()
     )
@@ -86,17 +86,9 @@ class Muon(torch.optim.Optimizer):
     dtype: the dtype of the products in Eqs. 4 to 6.
     """
 
-    def __init__(
-        self,
-        params,
-        lr,
-        momentum=MOMENTUM,
-        weight_decay=0.1,
-        dtype=None,
-        coefficients=POLAR_EXPRESS,
-    ):
+    def __init__(self, params, lr, momentum=MOMENTUM, weight_decay=0.1, dtype=None):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        self.dtype, self.coefficients = dtype, coefficients
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self):
@@ -114,9 +106,9 @@ class Muon(torch.optim.Optimizer):
         x = torch.stack([gathered(self.nesterov(p, mu)).to(self.dtype) for p in params])
         size = group["lr"] * 0.2 * max(x.shape[-2:]) ** 0.5
         if isinstance(params[0], DTensor):
-            updates = polar_over_ranks(x.flatten(0, -3), params[0].device_mesh, self.coefficients)
+            updates = polar_over_ranks(x.flatten(0, -3), params[0].device_mesh)
         else:
-            updates = polar(x.flatten(0, -3), self.coefficients)
+            updates = polar(x.flatten(0, -3))
         for p, o in zip(params, updates.view_as(x)):
             p.mul_(1 - group["lr"] * group["weight_decay"])
             p.add_(shard_like(o.to(p.dtype), p, from_rank=None), alpha=-size)  # Eq. 3
