@@ -168,7 +168,8 @@ class Attention(nn.Module):
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         dropout = self.dropout * self.training
         if torch.compiler.is_compiling() and q.device.type == "cpu" and not dropout:
-            chunk = 128 if cache is None and rows is None else k.size(2)
+            in_order = cache is None and rows is None
+            chunk = 128 if in_order else k.size(2)
             y = cpu_attention(q, k, v, mask, chunk, self.softmax_scale)
         else:
             y = F.scaled_dot_product_attention(

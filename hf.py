@@ -247,7 +247,7 @@ def read_tensors(folder, wanted):
     Fails if a tensor is missing or unknown, or has another shape. wanted: what file_names returns.
     """
     by_name = {other: (name, shape) for name, (other, shape) in wanted.items()}
-    tensors, found = {}, set()
+    tensors = {}
     for path in list_files(folder):
         with opened(path) as file:
             for other in file.keys():
@@ -267,8 +267,7 @@ def read_tensors(folder, wanted):
                     of = f"{other} has the dtype {part.get_dtype()}"
                     fail(f"{path}: {of}: choose one of {', '.join(DTYPES)}")
                 tensors[name] = file.get_tensor(other)
-                found.add(other)
-    missing = sorted(by_name.keys() - found)
+    missing = sorted(other for name, (other, _) in wanted.items() if name not in tensors)
     if missing:
         fail(f"{folder} lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))
     return tensors

@@ -116,9 +116,9 @@ class Router(nn.Module):
     def run_top_k(self, sublayer, h, q):
         """Training: run the k tokens of each sequence with the highest scores."""
         k = min(q.size(1), -(-self.k * q.size(1) // self.T))
-        rows = rows_of(q.topk(k, dim=1, sorted=False).indices, q.size(1))
-        runs = rows[1] >= 0
-        return self.run_rows(sublayer, h, rows), runs
+        rows = highest(q, k)
+        _, inverse = rows
+        return self.run_rows(sublayer, h, rows), inverse >= 0
 
     def run_above_tau(self, sublayer, h, q):
         """Evaluation: run every token whose score is tau or more."""
@@ -131,8 +131,7 @@ class Router(nn.Module):
             return sublayer(h, None), runs
         if k == 0 and self.pointwise:  # attention must still store keys and values
             return torch.zeros_like(h), runs
-        running_first = flags.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-        rows = rows_of(running_first[:, :k], flags.size(1))
+        rows = highest(flags.to(torch.int8), k)
         return self.run_rows(sublayer, tokens, rows).view_as(h), runs
 
     def run_rows(self, sublayer, h, rows):
@@ -156,10 +155,11 @@ class Router(nn.Module):
         self.weight.zero_()
 
 
-def rows_of(chosen, T):
-    """The rows of attention.gather_rows that take the tokens chosen (B, k), of T."""
-    places = torch.arange(chosen.size(1), dtype=torch.int32, device=chosen.device)
-    inverse = places.new_full((len(chosen), T), -1)
+def highest(scores, k):
+    """Rows for attention.gather_rows: the k tokens with the highest scores (B, T), in any order."""
+    chosen = scores.topk(k, dim=1, sorted=False).indices
+    places = torch.arange(k, dtype=torch.int32, device=scores.device)
+    inverse = places.new_full(scores.shape, -1)
     return chosen, inverse.scatter(1, chosen, places.expand_as(chosen))
 
 
