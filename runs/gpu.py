@@ -1,16 +1,17 @@
 """
-What only a GPU can tell about speed, in about eight minutes with 16 CPU cores.
+What only a GPU can tell about speed, in two times five minutes with 16 CPU cores.
 
-    python runs/gpu.py
+    python runs/gpu.py --only=residual     the processes whose names start so
+    python runs/gpu.py --only=step         others: forward, decoding, skipping
 
 It runs bench.py in several processes. These compile side by side, and then measure one after
 another, while the machine is quiet. But the compiler chooses between kernels by timing them while
-the others compile. The first mode of each process is pre-norm, and ratios are to it. All numbers go
-to results/speed/gpu.json, what bench.py prints to out/gpu.
+the others compile. The first mode of each process is pre-norm, and ratios are to it. The
+numbers go to results/speed/gpu.json, where they replace older ones of the same process, and what
+bench.py prints goes to out/gpu. All processes together need more than 140 GB of the GPU's memory.
 
 The residual of two sublayers is that of runs/h100.py, at eight times the batch: eight times the
-bytes counted there, over these times, is the rate at which they move. The processes together need
-more than 80 GB of the GPU's memory.
+bytes counted there, over these times, is the rate at which they move.
 """
 
 import json
@@ -30,14 +31,16 @@ import bench
 import machine
 from configurator import configure
 
-patience = 380  # seconds to compile; a process that takes longer is ended
+only = ""  # the first letters of the names of some processes; empty: all
+patience = 400  # seconds to compile; a process that takes longer is ended
 
 PLAIN = f"{ROOT}/config/plain.py --init_scale=0.02 --block_size=1024"
 BLOCK = f"{PLAIN} --n_layer=2 --n_head=16 --n_kv_head=4 --n_embd=2048 --vocab_size=256"
 STREAM = f"{BLOCK} --what=residual --batch_size=32 --rounds=25"
 WIDE = f"{BLOCK} --what=train --n_hidden=8192 --activation=swiglu"
 GPT2 = f"{PLAIN} --n_layer=12 --n_head=12 --n_embd=768 --vocab_size=50304"
-DECODE = f"{WIDE} --what=generate --n_layer=4 --new_tokens=128,512 --batches_of=1"
+GPT2 += " --batch_size=32 --loss_chunk=8192"
+DECODE = f"{WIDE} --what=generate --n_layer=4 --new_tokens=128,512 --modes=prenorm,prenorm,bhyt,nag"
 PROCESSES = {
     "residual: norms": f"{STREAM} --modes=prenorm,prenorm,none,postnorm,perinorm,lns",
     "residual: tanh": f"{STREAM} --modes=prenorm,dyt,derf,bhyt",
@@ -55,7 +58,8 @@ PROCESSES = {
     "step, 8 x 2048": f"{WIDE} --n_layer=8 --modes=prenorm,attnres,attnres_block",
     "step, 12 x 768: nag": f"{GPT2} --what=train --modes=prenorm,prenorm,nag",
     "forward": f"{WIDE} --what=forward --modes=prenorm,prenorm,perinorm,bhyt,nag",
-    "decoding": f"{DECODE} --modes=prenorm,prenorm,bhyt,nag",
+    "decoding": f"{DECODE} --batches_of=1",
+    "decoding, 32 at once": f"{DECODE} --batches_of=32",
     "skipping": f"{GPT2} --what=mod --modes=prenorm --rates=0,0.2,0.4",
 }
 DEVICE = "cuda"
@@ -90,16 +94,17 @@ def bench_in_turn(i, argv, speeds, log, ready, turn):
 def main():
     configure(globals(), argv=sys.argv[1:])
     FOLDER.mkdir(parents=True, exist_ok=True)
-    device = machine.pick_device(DEVICE)
-    machine.prepare_process(device)
-    copy, matmul = speeds = bench.floors(DEVICE, "bfloat16", 5)
+    chosen = {name: argv for name, argv in PROCESSES.items() if name.startswith(only)}
+    if not chosen:
+        raise SystemExit(f"only={only!r}: no name starts so: {', '.join(PROCESSES)}")
+    machine.prepare_process(machine.pick_device(DEVICE))
+    speeds = bench.floors(DEVICE, "bfloat16", 5)
     torch.cuda.empty_cache()
-    report = {"device": machine.device_name(device), "torch": torch.__version__}
-    report |= {"git": machine.commit(), "copy_bytes_s": copy, "matmul_flops_s": matmul}
+    report = json.loads(RESULT.read_text()) if RESULT.exists() else {}
 
     several, started, began = get_context("spawn"), [], time.monotonic()
     turn = several.RawValue("i", -1)
-    for i, argv in enumerate(PROCESSES.values()):
+    for i, argv in enumerate(chosen.values()):
         out, ready = FOLDER / f"{i}.json", several.RawValue("b", 0)
         argv = [*argv.split(), f"--device={DEVICE}", f"--out={out}"]
         args = (i, argv, speeds, FOLDER / f"{i}.txt", ready, turn)
@@ -111,15 +116,15 @@ def main():
         time.sleep(0.5)
     for job in compiling():
         job.terminate()
-    for i, (name, (job, _, out)) in enumerate(zip(PROCESSES, started)):
+    for i, (name, (job, _, out)) in enumerate(zip(chosen, started)):
         turn.value = i
         job.join()
-        report[name] = f"failed, exit code {job.exitcode}"
-        if not job.exitcode:
-            found = json.loads(out.read_text())
-            parts = {part: found[part] for part in bench.PARTS if part in found}
-            report[name] = {"argv": PROCESSES[name].removeprefix(f"{ROOT}/")} | parts
-        print(f"{name}: {'failed' if job.exitcode else 'measured'}")
+        print(f"{name}: {f'failed, exit code {job.exitcode}' if job.exitcode else 'measured'}")
+        if job.exitcode:
+            continue
+        found = json.loads(out.read_text())
+        del found["settings"]
+        report[name] = {"argv": chosen[name].removeprefix(f"{ROOT}/")} | found
         RESULT.write_text(json.dumps(report) + "\n")
 
 

@@ -470,7 +470,7 @@ def test_a_training_step_compiles_for_an_h100(modes, kind, tmp_path):
     assert all(each["kernels"] > 20 and each["passes"] > 100 for each in found.values())
 
 
-def test_gpu_py_measures_in_turn_and_goes_on_after_a_failure(tmp_path, monkeypatch):
+def test_gpu_py_measures_in_turn_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
     shape = "--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=32 --batch_size=2"
     small = f"{HERE}/config/plain.py {shape} --rounds=2 --what=residual"
     processes = {
@@ -483,10 +483,15 @@ def test_gpu_py_measures_in_turn_and_goes_on_after_a_failure(tmp_path, monkeypat
     monkeypatch.setattr(gpu, "RESULT", tmp_path / "all.json")
     monkeypatch.setattr(gpu.bench, "floors", lambda *how: (1e9, 1e9))
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    (tmp_path / "all.json").write_text('{"bad name": 1, "good": 2}')
     gpu.main()
     found = json.loads((tmp_path / "all.json").read_text())
-    assert [found[name] for name in processes][:2] == ["failed, exit code 1"] * 2
+    assert [*found] == ["bad name", "good"] and found["bad name"] == 1  # measured before
     assert [*found["good"]["residual"]] == ["prenorm", "lns"]
+    assert capsys.readouterr().out.count("failed, exit code 1") == 2
+    with pytest.raises(SystemExit, match="no name starts so"):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--only=x"])
+        gpu.main()
 
 
 def test_bench_keeps_every_number(tmp_path, capsys):
