@@ -252,6 +252,7 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         self.drop = nn.Dropout(config.dropout)
         self.loss_chunk, self.recompute = None, False  # train.py's settings of the same names
+        self.summed_loss = summed_loss  # compile_blocks compiles it
         for name, table in zip(("cos", "sin"), rotary_table(config, None)):
             self.register_buffer(name, table, persistent=False)
         self.init_weights()
@@ -262,24 +263,31 @@ class GPT(nn.Module):
         """Token ids (B, T) -> (logits, loss).
 
         Without targets: logits (B, T, V), or (B, 1, V) of the last position, and no loss.
-        With targets (B, T): the mean cross-entropy, without targets of -1, and in training the
-        penalty of moe.py. logits are None if loss_chunk is set. docs (B, T) numbers the documents
-        of a row; a token attends only within its document.
+        With targets (B, T): no logits, and the mean cross-entropy, without targets of -1, plus in
+        training the penalty of moe.py. docs (B, T) numbers the documents of a row; a token attends
+        only within its document.
         """
         hidden, head = self.hidden(idx, docs, cache)
         if targets is None:
             return self.logits(hidden[:, -1:] if last else hidden, head), None
         penalty = moe.penalty(self) if self.training else 0.0
-        if self.loss_chunk is not None:
-            loss = chunked_cross_entropy(self.logits, hidden, head, targets, self.loss_chunk)
-            return None, loss + penalty
-        logits = self.logits(hidden, head)
-        return logits, cross_entropy(logits, targets) + penalty
+        return None, self.loss(hidden, head, targets) + penalty
 
     def logits(self, hidden, head):
         """Hidden states (..., C) and the head's weights (V, C) -> logits (..., V)."""
-        logits, cap = F.linear(hidden, head), self.config.logit_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return capped_logits(hidden, head, self.config.logit_cap)
+
+    def loss(self, hidden, head, targets):
+        """The mean cross-entropy. With loss_chunk, the logits of at most so many tokens exist at
+        a time; the backward pass recomputes them."""
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        total_of = partial(self.summed_loss, head=head, cap=self.config.logit_cap)
+        if self.loss_chunk is None:
+            total = total_of(hidden, targets)
+        else:
+            parts = zip(hidden.split(self.loss_chunk), targets.split(self.loss_chunk))
+            total = sum(checkpoint(total_of, h, y, use_reentrant=False) for h, y in parts)
+        return total / (targets >= 0).sum()
 
     def hidden(self, idx, docs=None, cache=None):
         """Returns (hidden states (B, T, C), head weights (V, C)). Their product is the logits."""
@@ -366,8 +374,8 @@ class GPT(nn.Module):
             raise RuntimeError(f"no rule initialises {names}: give their module reset_parameters")
 
     def compile_blocks(self):
-        """Compile each block, and the readout. Equal blocks share one graph, so that the time to
-        compile does not grow with depth.
+        """Compile each block, the readout, and logits with their loss. Equal blocks share one
+        graph, so that the time to compile does not grow with depth.
 
         Blocks have graphs of their own if they differ in value embeddings, in what they skip, in
         the k of their routers or, in some modes, in their place: there each block reads another
@@ -383,6 +391,7 @@ class GPT(nn.Module):
         options = compile_options(self.config.residual, self.embed.weight.device.type)
         for part in (*self.blocks, self.ends):
             part.compile(options=options)
+        self.summed_loss = torch.compile(summed_loss, options=options)
 
     def refresh(self):
         """Recompute what residuals derive from the weights, such as BHyT's c."""
@@ -597,21 +606,19 @@ INITS = {  # name: (weight, scale, gain of the activation) -> None
 }
 
 
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+def capped_logits(hidden, head, cap):
+    logits = F.linear(hidden, head)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def chunked_cross_entropy(logits, hidden, head, targets, chunk):
-    """cross_entropy(hidden @ head.T, targets) without all logits at once.
+def summed_loss(hidden, targets, head, cap):
+    """Hidden states (N, C), targets (N) and the head's weights (V, C) -> the sum of the tokens'
+    cross-entropies, in float32. Targets of -1 do not count.
 
-    At most `chunk` tokens' logits exist at a time; the backward pass recomputes them.
+    Compiled, it does not store logits in float32, which takes long if V is large.
     """
-
-    def part(h, y):
-        return F.cross_entropy(logits(h, head).float(), y, ignore_index=-1, reduction="sum")
-
-    parts = zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk))
-    return sum(checkpoint(part, h, y, use_reentrant=False) for h, y in parts) / (targets >= 0).sum()
+    logits = capped_logits(hidden, head, cap).float()
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
 
 @torch.no_grad()

@@ -101,7 +101,9 @@ def shaken(model):
 
 def logits_and_gradients(model, idx, targets):
     torch.manual_seed(0)
-    logits, loss = model(idx, targets)
+    logits = model(idx)[0]
+    torch.manual_seed(0)
+    loss = model(idx, targets)[1]
     return logits, loss, torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
 
 
@@ -534,7 +536,7 @@ def check_against_the_equations(**changes):
     assert_close((model.cos, model.sin), (angles.cos(), angles.sin()), atol=1e-5, rtol=0)
     model.cos, model.sin = angles.cos(), angles.sin()  # the model keeps float32
     targets[0, :3] = -1  # ignored by the loss
-    (logits, loss), expected = model(idx, targets), naive(model, idx)
+    logits, loss, expected = model(idx)[0], model(idx, targets)[1], naive(model, idx)
     p = expected.softmax(-1)[targets >= 0].gather(-1, targets[targets >= 0, None])
     assert len(p) == 11 and loss.item() == pytest.approx(-p.log().mean().item(), rel=1e-5)
     assert_close(logits, expected, rtol=1e-9, atol=1e-9)
@@ -910,8 +912,8 @@ def test_compiled_equals_eager_and_blocks_share_graphs(backend, changes, monkeyp
             for i, router in enumerate(mod.routers(model)):
                 router.share.fill_(0.2 + 0.05 * i + 0.1 * turn)
                 router.update_k()
-    # the readout has a graph, the first block may have its own, and so may a changing k
-    most = {"attnres": 5, "attnres_block": 5, "x0mix": 4}.get(eager.config.residual, 3)
+    # readout and loss have graphs, the first block may have its own, and so may a changing k
+    most = {"attnres": 6, "attnres_block": 6, "x0mix": 5}.get(eager.config.residual, 4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= most + ("mod_on" in changes)
 
 
