@@ -4,6 +4,7 @@ What does a mixture of depths cost?
 
     python runs/lead.py --what=tokens    8 blocks of width 64, 1 to 16 MB
     python runs/lead.py --what=blocks    4, 16 and 32 blocks of width 64, 4 MB; the judge trained 8
+    python runs/lead.py --what=experts --optimizer=adamw    8 experts, by width / depth, 4 MB
     python runs/lead.py --what=nag       NAG with one part changed, 4 MB
     python runs/lead.py --what=bhyt      BHyT with other initial lambdas and gains, 4 MB
     python runs/lead.py --what=mod       NAG with mixtures of depths and with fewer blocks, 4 MB
@@ -12,7 +13,7 @@ What does a mixture of depths cost?
     python runs/lead.py --what=mod --timed=True    the time of a step, on a quiet machine
 
 Each mode uses the settings that runs/judge.py found for it, or is tuned first if it was not judged.
-At other lengths and depths, the learning rate is tuned again, as the judge does. Runs of more than
+At other lengths and shapes, the learning rate is tuned again, as the judge does. Runs of more than
 8,000 steps use the rate that is best at 8,000, models with more than 16 blocks that with 16. Each
 length is a separate run with its own schedule. Differences are from pre-norm, or from the mode that
 is changed; they are paired by seed, with 95% intervals. Finished runs are in results/lead.jsonl,
@@ -30,9 +31,9 @@ from stats import detectable, gap_of, plus_minus
 
 from configurator import configure
 
-what = "tokens"  # tokens, blocks, nag, bhyt or mod
+what = "tokens"  # tokens, blocks, experts, nag, bhyt or mod
 names: str | None = None  # only these, separated by commas, and what they are compared with
-values: str | None = None  # only these steps or numbers of blocks, in this order
+values: str | None = None  # only these values, such as 1000 steps, in this order
 optimizer = "muon"  # or adamw
 timed = False  # time the steps of these models, once the judge has tuned them; train nothing
 
@@ -68,17 +69,34 @@ OTHER_RATES = {  # of pre-norm, because one tuning seed cannot tell which rate i
     f"prenorm at {words} the rate": {"residual": "prenorm", "learning_rate": times}
     for words, times in (("half", 0.5), ("twice", 2.0))
 }
-# A plan: ({name: its changes}, the setting that varies, its values).
+SHAPES = {  # width / depth: blocks, width, hidden width of an expert. 1.11M to 1.16M parameters,
+    80: (2, 160, 160),  # 0.51M to 0.54M of them active; NAG has 2 to 3% more
+    43: (3, 128, 128),
+    28: (4, 112, 112),
+    19: (5, 96, 104),
+}
+OF_EXPERTS = {
+    ratio: {"n_layer": blocks, "n_embd": width, "n_hidden": hidden, "moe_experts": 8}
+    for ratio, (blocks, width, hidden) in SHAPES.items()
+}
+
+
+def of(setting, *values):
+    return {value: {setting: value} for value in values}
+
+
+# A plan: ({name: its changes}, {value of what varies: its settings}).
 # None: the name is a mode. Changes without a "residual" are changes of NAG; learning_rate is a
 # multiple of the tuned one.
 PLANS = {
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "attnres", "mhc")) | OTHER_RATES,
-               "max_iters", (1000, 2000, 4000, 8000, 16000)),
-    "blocks": (dict.fromkeys(("prenorm", "nag", "ihc")), "n_layer", (4, 16, 32)),
-    "nag": ({"nag": None} | NAG, "max_iters", (4000,)),
-    "bhyt": ({"bhyt": None} | BHYT, "max_iters", (4000,)),
+               of("max_iters", 1000, 2000, 4000, 8000, 16000)),
+    "blocks": (dict.fromkeys(("prenorm", "nag", "ihc")), of("n_layer", 4, 16, 32)),
+    "experts": (dict.fromkeys(("prenorm", "nag")), OF_EXPERTS),
+    "nag": ({"nag": None} | NAG, of("max_iters", 4000)),
+    "bhyt": ({"bhyt": None} | BHYT, of("max_iters", 4000)),
     "mod": ({"nag": None, "prenorm": None} | FEWER | mixtures(0.2) | mixtures(0.4),
-            "max_iters", (4000,)),
+            of("max_iters", 4000)),
 }  # fmt: skip
 
 
@@ -108,28 +126,29 @@ def tuned(name, change, scale, judged, lines_of):
 
 def selected(plan):
     """A plan with only the names and values asked for, and what these names are compared with."""
-    changes, axis, full = plan
+    changes, full = plan
     wanted = names.split(",") if names else [*changes]
-    some = [int(value) for value in values.split(",")] if values else full
+    some = [int(value) for value in values.split(",")] if values else [*full]
     unknown = {*wanted} - {*changes} | {*some} - {*full}
     if unknown:
         choices = ", ".join(map(str, (*changes, *full)))
         raise SystemExit(f"{', '.join(map(str, unknown))}: choose from {choices}")
     bases = [base_of(changes, name) for name in wanted]
-    return {name: changes[name] for name in (*bases, *wanted)}, axis, some
+    changes = {name: changes[name] for name in (*bases, *wanted)}
+    return changes, {value: full[value] for value in some}
 
 
-def runs_of(changes, axis, values, lines_of, optimizer="muon"):
+def runs_of(changes, settings_of, lines_of, optimizer="muon"):
     """{(name, value): [the settings of each seed]}. lines_of: study.run, or one that only reads."""
     judged = SCALE | {"optimizer": optimizer}
 
     def runs_at(pair):
         name, value = pair
-        scale = judged | {axis: value}
+        scale = judged | settings_of[value]
         own = tuned(name, changes[name], scale, judged, lines_of)
         return [judge.settings(scale, own["residual"], own, seed) for seed in SEEDS]
 
-    pairs = [(name, value) for value in values for name in changes]
+    pairs = [(name, value) for value in settings_of for name in changes]
     with ThreadPoolExecutor(len(study.devices())) as pool:
         return dict(zip(pairs, pool.map(runs_at, pairs)))
 
@@ -151,14 +170,14 @@ def main():
     configure(globals(), argv=sys.argv[1:])
     if what not in PLANS:
         raise SystemExit(f"what={what!r}: choose from {', '.join(PLANS)}")
-    changes, *rest = selected(PLANS[what])
+    changes, settings_of = selected(PLANS[what])
     if timed:
-        if len(PLANS[what][2]) > 1:
+        if len(PLANS[what][1]) > 1:
             raise SystemExit("timed: only for nag, bhyt and mod, which have one length")
-        runs = runs_of(changes, *rest, study.find, optimizer)
+        runs = runs_of(changes, settings_of, study.find, optimizer)
         print(study.race("lead", {name: of_seeds[0] for (name, _), of_seeds in runs.items()}))
         return
-    runs = runs_of(changes, *rest, study.run, optimizer)
+    runs = runs_of(changes, settings_of, study.run, optimizer)
     of_all = [each for of_seeds in runs.values() for each in of_seeds]
     found = iter(study.run("lead", of_all, judge.LOOK))
     lines = {at: [next(found) for _ in SEEDS] for at in runs}

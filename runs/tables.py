@@ -149,11 +149,11 @@ def judge_facts():
 @cache
 def lead_lines(what, optimizer="muon"):
     """{(name, value): the lines of its seeds} of what has finished of a plan of runs/lead.py."""
-    changes, axis, values = lead.PLANS[what]
+    changes, settings_of = lead.PLANS[what]
     found = {}
-    for at in product(changes, values):
+    for at in product(changes, settings_of):
         name, value = at
-        plan = {name: changes[name]}, axis, [value], find, optimizer
+        plan = {name: changes[name]}, {value: settings_of[value]}, find, optimizer
         with suppress(NotFinished):  # not tuned yet
             runs = lead.runs_of(*plan)[at]
             lines = with_most_seeds((len(runs), 3), lambda n, runs=runs: find("lead", runs[:n]))

@@ -509,9 +509,9 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
     monkeypatch.setattr(study, "train", trainer(loss_of, []))
     monkeypatch.setattr(lead, "names", "nag,bhyt")
     monkeypatch.setattr(lead, "values", "1000,8000")
-    changes, axis, values = lead.selected(lead.PLANS["tokens"])
-    assert list(changes) == ["prenorm", "nag", "bhyt"] and values == [1000, 8000]
-    runs = lead.runs_of(changes, axis, values, study.run)
+    changes, settings_of = lead.selected(lead.PLANS["tokens"])
+    assert list(changes) == ["prenorm", "nag", "bhyt"] and [*settings_of] == [1000, 8000]
+    runs = lead.runs_of(changes, settings_of, study.run)
     lines = {at: study.run("lead", of_seeds) for at, of_seeds in runs.items()}
     found = {(name, value): rest for name, value, *rest in lead.rows(lines, changes)}
     differences = [-0.1 + 0.001 * seed**2 for seed in lead.SEEDS]
@@ -557,10 +557,11 @@ def test_long_and_deep_runs_use_the_rate_that_is_best_at_half_of_that(
         return abs(math.log(full["learning_rate"] / best.get(size, 0.008)))
 
     monkeypatch.setattr(study, "train", trainer(loss_of, trained))
-    _, axis, _ = lead.PLANS[what]
-    runs = lead.runs_of({"prenorm": None}, axis, [value], study.run)
+    largest = lead.PLANS[what][1][value]
+    runs = lead.runs_of({"prenorm": None}, {value: largest}, study.run)
     assert {run["learning_rate"] for run in runs["prenorm", value]} == {0.004}
     assert {run["seed"] for run in trained} == {*judge.TUNING}
+    (axis,) = largest
     assert max(run[axis] for run in trained) == lead.LARGEST[axis]
 
 
@@ -574,14 +575,23 @@ def test_a_change_is_compared_with_the_mode_that_it_changes():
 
 @cases("what", lead.PLANS)
 def test_the_names_of_a_plan_are_different_models(what):
-    changes, axis, values = lead.PLANS[what]
-    scale, keys = study.parse([judge.SCALE]) | {axis: values[0]}, set()
+    changes, settings_of = lead.PLANS[what]
+    scale, keys = study.parse([judge.SCALE]) | next(iter(settings_of.values())), set()
     for name, change in changes.items():
         own = {"residual": name} if change is None else {"residual": "nag"} | change
         with torch.device("meta"):
             GPT(GPTConfig(**judge.shape_of(scale | own)))
         keys.add(study.key(scale | own))
     assert len(keys) == len(changes)
+
+
+def test_experts_of_all_shapes_have_equal_parameters():
+    with torch.device("meta"):
+        for ratio, shape in lead.OF_EXPERTS.items():
+            model = GPT(GPTConfig(**judge.shape_of(lead.SCALE | shape)))
+            assert abs(shape["n_embd"] / shape["n_layer"] - ratio) < 0.5
+            assert 1.11e6 < model.num_params() < 1.16e6
+            assert 0.51e6 < model.num_params(active=True) < 0.54e6
 
 
 # ------------------------------------------------------------------------------------------------
