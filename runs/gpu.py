@@ -6,9 +6,10 @@ What only a GPU can tell about speed, in two times five minutes with 16 CPU core
 
 It runs bench.py in several processes. These compile side by side, and then measure one after
 another, while the machine is quiet. But the compiler chooses between kernels by timing them while
-the others compile. The first mode of each process is pre-norm, and ratios are to it. The
-numbers go to results/speed/gpu.json, where they replace older ones of the same process, and what
-bench.py prints goes to out/gpu. All processes together need more than 140 GB of the GPU's memory.
+the others compile. The first mode of each process is pre-norm, and ratios are to it. Times
+and the slowest kernels go to results/speed/gpu.json, where they replace older ones of the same
+process, and what bench.py prints goes to out/gpu. All processes together need more than 140 GB of
+the GPU's memory.
 
 The residual of two sublayers is that of runs/h100.py, at eight times the batch: eight times the
 bytes counted there, over these times, is the rate at which they move.
@@ -67,12 +68,24 @@ FOLDER = ROOT / "out" / "gpu"  # what bench.py prints, and its numbers
 RESULT = ROOT / "results" / "speed" / "gpu.json"
 
 
-def bench_in_turn(i, argv, speeds, log, ready, turn):
+def kernels(run, most=12):
+    """{kernel: [calls, milliseconds]} of one run: those that take longest."""
+    with torch.profiler.profile() as profile:
+        bench.seconds(run)
+    found = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            calls, ms = found.get(event.name[:80], (0, 0.0))
+            found[event.name[:80]] = calls + 1, ms + event.time_range.elapsed_us() / 1e3
+    return dict(sorted(found.items(), key=lambda item: -item[1][1])[:most])
+
+
+def bench_in_turn(i, argv, speeds, out, ready, turn):
     """The process of one bench.py: it is ready when it has compiled, and measures when turn is i.
 
     speeds: what bench.floors returned before the processes started.
     """
-    race = bench.race
+    race, slowest = bench.race, {}
 
     def race_in_turn(candidates, rounds):
         if not ready.value:
@@ -82,13 +95,17 @@ def bench_in_turn(i, argv, speeds, log, ready, turn):
             ready.value = 1
             while turn.value != i:
                 time.sleep(0.05)
-        return race(candidates, rounds)
+        times = race(candidates, rounds)
+        if not slowest:  # of the first race alone
+            slowest.update((name, kernels(run)) for name, run in candidates.items())
+        return times
 
     bench.race, bench.machine_speeds = race_in_turn, lambda: speeds
     inductor.compile_threads = 1  # a core for each process
-    sys.argv = ["bench.py", *argv]
-    with open(log, "w") as file, redirect_stdout(file):
+    sys.argv = ["bench.py", *argv, f"--out={out}"]
+    with open(out.with_suffix(".txt"), "w") as file, redirect_stdout(file):
         bench.main()
+    out.write_text(json.dumps(json.loads(out.read_text()) | {"kernels": slowest}))
 
 
 def main():
@@ -106,8 +123,8 @@ def main():
     turn = several.RawValue("i", -1)
     for i, argv in enumerate(chosen.values()):
         out, ready = FOLDER / f"{i}.json", several.RawValue("b", 0)
-        argv = [*argv.split(), f"--device={DEVICE}", f"--out={out}"]
-        args = (i, argv, speeds, FOLDER / f"{i}.txt", ready, turn)
+        argv = [*argv.split(), f"--device={DEVICE}"]
+        args = (i, argv, speeds, out, ready, turn)
         started.append((several.Process(target=bench_in_turn, args=args), ready, out))
         started[-1][0].start()
 

@@ -467,8 +467,8 @@ def other_facts():
         mode, rate = line["variant"], line["learning_rate"]
         if (line["study"], line["seed"]) == ("bhyt", 1) and rate in (0.001, 0.03):
             yield f"variance of {mode} at {rate}", f"{line['variance'][-1]:.2g}"
-    forward = load("speed/forward_1b_cpu.json")["forward"]
     gpu = load("speed/gpu.json")
+    forward = gpu["forward"]["forward"]
     training = gpu["step, 2 x 2048: norms"]["train"]
     generation = gpu["decoding"]["generate"]
     for name, of, other in (
@@ -482,8 +482,9 @@ def other_facts():
         pairs = zip(of["bhyt"]["seconds"], of[other]["seconds"])
         low, middle, high = stats.median_interval([a / b for a, b in pairs])
         yield f"time of BHyT's {name}", f"{middle:.3f} ({low:.3f} to {high:.3f})"
-    nag = gpu["step, 12 x 768: nag"]["train"]["nag"]
-    yield "time of NAG's step at 12 x 768", with_range(nag["ratio"])
+    training = gpu["step, 12 x 768: nag"]["train"]
+    yield "time of NAG's step at 12 x 768", with_range(training["nag"]["ratio"])
+    yield "time of pre-norm's again at 12 x 768", with_range(training["prenorm again"]["ratio"])
     for rate in (0.2, 0.4):
         row = gpu["skipping"]["mod"][f"step, rate {rate}"]
         yield f"time of a step that skips {rate:.0%}", with_range(row["ratio"])
@@ -504,11 +505,14 @@ def conversion():
 
 def speed():
     """The time of a step over pre-norm's on a CPU and a GPU, and what it would move on an H100."""
-    timed = load("speed/gpu.json").items()
-    runs = [run["train"] for name, run in timed if "2 x 2048" in name and "train" in run]
-    on_h200 = {mode: row["ratio"] for run in runs for mode, row in run.items()}
-    on_h200.pop("attnres_block", None)  # with 2 blocks it is attnres
-    found = {"8 x 64, a CPU core": judged("muon")[1], "2 x 2048, H200": on_h200}
+    steps, alone = {}, {}
+    for name, run in load("speed/gpu.json").items():
+        ratios = {mode: row["ratio"] for mode, row in run.get("train", {}).items()}
+        steps |= ratios if "2 x 2048" in name else {}
+        alone |= {mode: row["ratio"] for mode, row in run.get("residual", {}).items()}
+    steps.pop("attnres_block", None)  # with 2 blocks it is attnres
+    found = {"8 x 64, a CPU core": judged("muon")[1], "2 x 2048, H200": steps}
+    found["residual alone, H200"] = alone
     moved = load("speed/h100.json")["modes"]
 
     def on_h100(mode):

@@ -1,6 +1,8 @@
 """What needs a GPU: compiled steps against float64 on the CPU, decoding, experts, masks, resuming.
 
-`make slow` skips these tests without a GPU."""
+`make slow` skips these tests without a GPU. With 14 cores and the name of each test as it ends, in
+about four minutes: python -m pytest tests/test_cuda.py -n 14 -v
+"""
 
 import copy
 

@@ -487,7 +487,7 @@ def test_gpu_py_measures_in_turn_and_goes_on_after_a_failure(tmp_path, monkeypat
     gpu.main()
     found = json.loads((tmp_path / "all.json").read_text())
     assert [*found] == ["bad name", "good"] and found["bad name"] == 1  # measured before
-    assert [*found["good"]["residual"]] == ["prenorm", "lns"]
+    assert [*found["good"]["residual"]] == [*found["good"]["kernels"]] == ["prenorm", "lns"]
     assert capsys.readouterr().out.count("failed, exit code 1") == 2
     with pytest.raises(SystemExit, match="no name starts so"):
         monkeypatch.setattr(sys, "argv", ["gpu.py", "--only=x"])
