@@ -658,12 +658,13 @@ def test_sentences_written_by_hand_agree_with_the_results():
     assert better == {"ihc", "mhc", "attnres", "hc", "attnres_block"}
     assert "better" not in [row[head.index("verdict at equal time")] for row in rows]
     assert better <= {row[0] for row in rows if row[head.index("after Holm")] == "better"}
-    gap, half = tables.number("facts", "ihc minus mhc", "value").split(" ± ")
-    assert abs(float(gap)) < float(half)  # "We see no gain from mixing streams"
+    gap, half = map(float, tables.number("facts", "ihc minus mhc", "value").split(" ± "))
+    lead = -float(tables.number("modes", "mhc", "at equal steps").split()[0])
+    assert half < gap < 0.25 * lead  # "Most of this gain needs no mixing of streams"
     worth = {
         row[0]: row[head.index("worth in steps")].split()[0] for row in rows if row[0] in better
     }
-    assert worth["ihc"] == max(worth.values()) and worth["attnres_block"] == min(worth.values())
+    assert worth["mhc"] == max(worth.values()) and worth["attnres_block"] == min(worth.values())
 
     adamw, muon = ({mode: lines[1.0] for mode, (_, lines) in tables.judged(name)[0].items()}
                    for name in ("adamw", "muon"))  # fmt: skip
@@ -723,10 +724,9 @@ def test_sentences_written_by_hand_agree_with_the_results():
     for name, steps in (("prenorm", 4000), (half, 8000), (half, 16000)):
         low, middle, high = sorted(stats.losses_of(lines[name, steps]))
         assert high - middle > 2 * (middle - low)  # "One bad seed"
-    for mode in ("mhc", "attnres"):
-        for steps in (4000, 8000):
-            losses = (stats.losses_of(lines[name, steps]) for name in (mode, "prenorm"))
-            assert max(stats.minus(*losses)) < 0  # "lower than pre-norm with every seed"
+    for mode, steps in (("mhc", 8000), ("attnres", 4000), ("attnres", 8000)):
+        losses = (stats.losses_of(lines[name, steps]) for name in (mode, "prenorm"))
+        assert max(stats.minus(*losses)) < 0  # "lower than pre-norm with every seed"
     assert sum(line["loss"] > 1.2 for line in lines["nag", 1000]) == 2  # "bad for two"
     factors = {row[0]: row[-1] for row in tables.table_of("conversion")[1]}
     assert (factors["bhyt"], factors["nag"]) == ("0.1", "0.3")  # GUIDE.md
