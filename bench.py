@@ -281,7 +281,7 @@ def residual(base, copy, matmul):
 
 
 def writes_and_reads(attention, mlp, start):
-    """A function of x (the stream's) and two outputs: write, read, write, read. start: a Stream
+    """A function of two outputs and the streams: write, read, write, read. start: a Stream
 
     It starts with a write, because a read can return its input, and that input's gradients would be
     added outside the compiled graph. The read before it only gives the stream what the write needs.
@@ -290,14 +290,20 @@ def writes_and_reads(attention, mlp, start):
     one pass of about twenty.
     """
 
-    def both(x, f1, f2):
-        _, stream = mlp.read(start.replace(x=x))
+    def both(f1, f2, x, *streams):
+        _, stream = mlp.read(start.replace(x=x, sources=streams or start.sources))
         h1, stream = attention.read(mlp.write(stream, f1))
         h2, stream = mlp.read(attention.write(stream, f2))
         outputs = [h1, h2] if h2 is stream.x else [h1, h2, stream.x]
+        outputs += stream.sources if streams else ()
         return outputs if stream.lane is None else [*outputs, stream.lane]
 
     return both
+
+
+def separate_streams(start):
+    """The tensors of n streams, or one."""
+    return [start.x, *(x for x in start.sources if x is not start.x)]
 
 
 def two_sublayers(config, shape):
@@ -310,18 +316,18 @@ def two_sublayers(config, shape):
         start = model.ends.embed(random_stream()).replace(
             at=torch.arange(shape[1], device=device)[:, None]
         )
-    x, f1, f2 = (x.requires_grad_() for x in (start.x, random_stream(), random_stream()))
-    inputs = [x, f1, f2, *attention.parameters(), *mlp.parameters()]
+    given = [random_stream(), random_stream(), *separate_streams(start)]
+    inputs = [*(x.requires_grad_() for x in given), *attention.parameters(), *mlp.parameters()]
 
     both = writes_and_reads(attention, mlp, start)
     with cast(device, dtype), torch.no_grad():
-        grads = [torch.randn_like(y) for y in both(x, f1, f2)]
+        grads = [torch.randn_like(y) for y in both(*given)]
     options = compile_options(config.residual, torch.device(device).type)
     compiled = torch.compile(both, options=options)
 
     def run():
         with cast(device, dtype):
-            outputs = compiled(x, f1, f2)
+            outputs = compiled(*given)
         torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
 
     return run

@@ -48,10 +48,10 @@ POST_SHARE = 0.25  # mixln: the share of the blocks that are post-norm, from the
 
 
 class Stream(NamedTuple):
-    x: Tensor  # (B, T, C) the residual; (B, T, n C) for n streams
+    x: Tensor  # (B, T, C) the residual, or the first of n streams
     lane: Tensor | None = None  # (B, T, k) extra state of the mode: NAG's log norm in float32
     at: Tensor | None = None  # (T, 1) positions of the tokens
-    sources: tuple = ()  # earlier states that later sublayers read: streams.py, X0Mix
+    sources: tuple = ()  # other streams, or earlier states that sublayers read: streams.py, X0Mix
 
     def replace(self, **new):
         """A copy with new fields. torch 2.11 does not compile NamedTuple._replace."""

@@ -67,11 +67,10 @@ def reads_mean(n):
 
 
 # ------------------------------------------------------------------------------------------------
-# Hyper-Connections: functions of X (B, T, n C) and of its streams xs, a tuple of n (B, T, C)
+# Hyper-Connections: functions of the streams X, n tensors (B, T, C). One tensor (B, T, n C) would
+# make a GPU compute all n parts for each of its elements.
 #
-# A sublayer splits X once, so that the gradients of all uses of a stream meet before they are
-# joined again. Maps are lists of (B, T, 1): compiled, they are part of the pass over X that uses
-# them.
+# Maps are lists of (B, T, 1): compiled, they are part of the pass over X that uses them.
 
 
 class Products(torch.autograd.Function):
@@ -83,39 +82,53 @@ class Products(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, w, X, *xs):
-        ctx.save_for_backward(w, X)
-        ctx.C = xs[0].size(-1)
-        rows = w.unflatten(-1, (-1, ctx.C))  # (rows, n or 1, C)
-        if torch.compiler.is_compiling():
-            groups = zip(*[map(upcast, xs)] * rows.size(1))
-            sums = [dot(z, row.unbind()) for z in groups for row in rows.unbind()]
-            return tuple(products.sum(-1, keepdim=True) for products in sums)
-        with torch.autocast(X.device.type, enabled=False):
-            y = F.linear(upcast(X).unflatten(-1, (-1, w.size(-1))), upcast(w))
-            return y.flatten(-2).split(1, -1)
+    def forward(ctx, w, *X):
+        ctx.save_for_backward(w, *X)
+        products = []
+        for xs, columns in groups(X, w):
+            if torch.compiler.is_compiling():
+                pairs = [(upcast(x), upcast(column).unbind()) for x, column in zip(xs, columns)]
+                sums = [sum(x * rows[r] for x, rows in pairs) for r in range(len(w))]
+                products += [each.sum(-1, keepdim=True) for each in sums]
+            else:
+                with torch.autocast(X[0].device.type, enabled=False):
+                    y = sum(F.linear(upcast(x), upcast(c)) for x, c in zip(xs, columns))
+                products += y.split(1, -1)
+        return tuple(products)
 
     @staticmethod
     def backward(ctx, *grads):
-        w, X = ctx.saved_tensors
-        grad = torch.cat(grads, -1).unflatten(-1, (-1, len(w)))  # (B, T, 1 or n, rows)
-        grad_w = grad.flatten(0, -2).T.to(X.dtype) @ X.reshape(-1, w.size(-1))
-        if torch.compiler.is_compiling():
-            columns = w.unflatten(-1, (-1, ctx.C)).unbind(1)
-            groups = zip(*[iter(grads)] * len(w))
-            grad_xs = [dot(g, column.unbind()) for g in groups for column in columns]
-        else:
-            grad_xs = (grad @ upcast(w)).flatten(-2).split(ctx.C, -1)
-        return grad_w.to(w.dtype), None, *(g.to(X.dtype) for g in grad_xs)
+        w, *X = ctx.saved_tensors
+        grad_X, grad_columns, grads = [], [], iter(grads)
+        for xs, columns in groups(X, w):
+            of_rows = [next(grads) for _ in w]
+            grad = torch.cat(of_rows, -1)
+            for x, column in zip(xs, columns):
+                if torch.compiler.is_compiling():
+                    grad_x = dot(of_rows, upcast(column).unbind())
+                else:
+                    grad_x = grad @ upcast(column)
+                grad_X.append(grad_x.to(x.dtype))
+                product = grad.flatten(0, -2).T.to(x.dtype) @ x.flatten(0, -2)
+                grad_columns.append(product.to(w.dtype))
+        separate = len(grad_columns) * X[0].size(-1) == w.size(-1)
+        grad_w = torch.cat(grad_columns, -1) if separate else sum(grad_columns)
+        return grad_w, *grad_X
+
+
+def groups(X, w):
+    """[(streams, the columns of W for each)]: all streams at once, or each one with all of W."""
+    columns = w.split(X[0].size(-1), -1)
+    return [(X, columns)] if len(columns) == len(X) else [((x,), columns) for x in X]
 
 
 def dot(a, b):
     return sum(x * y for x, y in zip(a, b))
 
 
-def inverse_rms(xs, eps):
-    """1 / rms of the vector that xs are parts of, (B, T, 1)."""
-    return torch.rsqrt(sum(upcast(x).square() for x in xs).mean(-1, keepdim=True) / len(xs) + eps)
+def inverse_rms(X, eps):
+    """1 / rms(vec(X)), (B, T, 1)."""
+    return torch.rsqrt(sum(upcast(x).square() for x in X).mean(-1, keepdim=True) / len(X) + eps)
 
 
 def sinkhorn(logits, iters=20, eps=EPS):
@@ -133,10 +146,10 @@ def sinkhorn(logits, iters=20, eps=EPS):
     return M
 
 
-def mhc_maps(X, xs, w, s, b, iters=20, eps=EPS):
+def mhc_maps(X, w, s, b, iters=20, eps=EPS):
     """Eqs. 4 and 5: h_pre and h_post, lists of n, and M, n lists of n, or None without its s."""
-    n, scale = len(xs), inverse_rms(xs, eps)
-    y = [y_i * scale for y_i in Products.apply(w, X.detach(), *xs)]
+    n, scale = len(X), inverse_rms(X, eps)
+    y = [y_i * scale for y_i in Products.apply(w, *X)]
     s_pre, s_post, *s_mix = s.unbind()
     b = b.unbind()
     pre = [torch.sigmoid(s_pre * y_i + b_i) + eps for y_i, b_i in zip(y[:n], b)]
@@ -149,26 +162,29 @@ def mhc_maps(X, xs, w, s, b, iters=20, eps=EPS):
 
 
 def mhc_end(X, w, s, b, eps=EPS):
-    """Eq. 6: (B, T, C). X (B, T, n, C)"""
-    xs = X.unbind(-2)
-    y, scale = Products.apply(w, X.flatten(-2).detach(), *xs), inverse_rms(xs, eps)
-    return read(xs, [torch.sigmoid(s * y_i * scale + b_i) + eps for y_i, b_i in zip(y, b)])
+    """Eq. 6: (B, T, C)"""
+    y, scale = Products.apply(w, *X), inverse_rms(X, eps)
+    return read(X, [torch.sigmoid(s * y_i * scale + b_i) + eps for y_i, b_i in zip(y, b)])
 
 
-def read(xs, pre):
+def read(X, pre):
     """h_pre^T X of Eq. 1: (B, T, C) in float32."""
-    return dot(pre, map(upcast, xs))
+    return dot(pre, map(upcast, X))
 
 
-def write(xs, M, post, f):
-    """The new X of Eq. 1, (B, T, n C). post may hold a gate on f (B, T, C). M: None if it is I."""
-    floats = [upcast(x) for x in xs]
+def write(X, M, post, f):
+    """The new X of Eq. 1. post may hold a gate on f (B, T, C). M: None if it is I."""
+    floats = [upcast(x) for x in X]
     mixed = floats if M is None else [dot(column, floats) for column in zip(*M)]
-    return torch.cat([x + h * f for x, h in zip(mixed, post)], -1).to(xs[0].dtype)
+    return [(x + h * f).to(X[0].dtype) for x, h in zip(mixed, post)]
 
 
 # ------------------------------------------------------------------------------------------------
-# Hyper-Connections: the modes. Stream.x is X as (B, T, n C)
+# Hyper-Connections: the modes. Stream.x is X_1, and Stream.sources are X_2 ... X_n
+
+
+def streams_of(stream):
+    return stream.x, *stream.sources
 
 
 class HCEnds(FinalNorm):
@@ -177,13 +193,13 @@ class HCEnds(FinalNorm):
         self.n = config.hc_streams
 
     def embed(self, e):
-        return Stream(e.repeat(1, 1, self.n))
+        return Stream(e, sources=tuple(e.clone() for _ in range(self.n - 1)))
 
     def readout(self, stream, head):
         return self.norm(self.additive(stream)).to(stream.x.dtype), head
 
     def additive(self, stream):
-        return upcast(stream.x.unflatten(-1, (self.n, -1))).sum(-2)
+        return sum(map(upcast, streams_of(stream)))
 
 
 class MHCEnds(HCEnds):
@@ -202,7 +218,7 @@ class MHCEnds(HCEnds):
         nn.init.constant_(self.b, reads_mean(self.n) if self.start == "prenorm" else 0.0)
 
     def additive(self, stream):
-        return mhc_end(stream.x.unflatten(-1, (self.n, -1)), self.w, self.s, self.b)
+        return mhc_end(streams_of(stream), self.w, self.s, self.b)
 
 
 class Connections(PreNorm):
@@ -216,18 +232,23 @@ class Connections(PreNorm):
         self.n = config.hc_streams
 
     def read(self, stream):
-        xs = stream.x.unflatten(-1, (self.n, -1)).unbind(-2)
-        pre, post, M = self.maps(stream.x, xs)
+        X = streams_of(stream)
+        pre, post, M = self.maps(X)
         lane = torch.cat([*post, *chain(*(M or ()))], -1)  # for write: (B, T, n), or n + n^2
-        h = self.norm(read(xs, pre)).to(stream.x.dtype)
-        return h, stream.replace(lane=lane, sources=xs)
+        h = self.norm(read(X, pre)).to(stream.x.dtype)
+        return h, stream.replace(lane=lane)
 
     def write(self, stream, f, gate=1.0):
         n = self.n
         maps = stream.lane.split(1, -1)
         M = [maps[i : i + n] for i in range(n, len(maps), n)] or None
-        x = write(stream.sources, M, [gate * h for h in maps[:n]], f)
-        return stream.replace(x=x, lane=None, sources=())
+        x, *others = write(streams_of(stream), M, [gate * h for h in maps[:n]], f)
+        return stream.replace(x=x, lane=None, sources=tuple(others))
+
+    def skip(self, old, new, runs):
+        pairs = zip(streams_of(new), streams_of(old))
+        x, *others = (torch.where(runs, x, before) for x, before in pairs)
+        return new.replace(x=x, sources=tuple(others))
 
     def mixing(self, stream):
         """The M (B, T, n, n) of a stream that read has returned, or None. For depth.py."""
@@ -261,13 +282,13 @@ class HC(Connections):
         nn.init.zeros_(self.w)
         nn.init.constant_(self.s, 0.01)
 
-    def maps(self, X, xs):
+    def maps(self, X):
         """Eqs. 2 and 3: h_pre and h_post, lists of n, and M, n lists of n."""
         s_1, s_2 = self.s.unbind()
         s = (s_1, s_2, *[s_1] * self.n)
-        products = iter(Products.apply(self.w, X.detach(), *xs))
+        products = iter(Products.apply(self.w, *X))
         pre, post, M = [], [], []
-        for x, a in zip(xs, self.a.unbind()):
+        for x, a in zip(X, self.a.unbind()):
             scale = inverse_rms([x], self.eps)
             t = [torch.tanh(next(products) * scale) for _ in s]
             h_pre, h_post, *row = (a_i + s_i * t_i for a_i, s_i, t_i in zip(a.unbind(), s, t))
@@ -299,8 +320,8 @@ class MHC(Connections):
             if self.n_maps == 3:
                 self.b[2 * self.n :] = NEAR * torch.eye(self.n).flatten()
 
-    def maps(self, X, xs):
-        return mhc_maps(X, xs, self.w, self.s, self.b)
+    def maps(self, X):
+        return mhc_maps(X, self.w, self.s, self.b)
 
 
 class IHC(MHC):

@@ -96,7 +96,7 @@ from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mod
-from bench import writes_and_reads
+from bench import separate_streams, writes_and_reads
 from machine import autocast
 from model import GPT, RESIDUALS, GPTConfig, compile_options
 
@@ -156,14 +156,14 @@ def read_and_write(config):
     one, other = last.attn_residual, last.mlp_residual
     at = torch.arange(SHAPE[1])[:, None]
     start = model.ends.embed(torch.randn(SHAPE, dtype=dtype)).replace(at=at)
-    shapes = (start.x.shape, SHAPE, SHAPE)
-    x, f, g = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    new = lambda: torch.randn(SHAPE, dtype=dtype, requires_grad=True)
+    given = [new(), new(), *(new() for _ in separate_streams(start))]
 
     both = writes_and_reads(one, other, start)
     compiled = torch.compile(both, options=compile_options(config.residual, "cuda"))
     with torch.autocast("cuda", torch.bfloat16):
-        outputs = compiled(x, f, g)
-    inputs = [x, f, g, *one.parameters(), *other.parameters()]
+        outputs = compiled(*given)
+    inputs = [*given, *one.parameters(), *other.parameters()]
     grads = [torch.randn_like(y) for y in outputs]
     torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
 

@@ -217,7 +217,7 @@ def test_compiled_gradients_of_float32_products_are_float32(what):
 
     def run(x, weight):
         if what == "products":
-            return torch.cat(streams_file.Products.apply(weight, x.detach(), x), -1)
+            return torch.cat(streams_file.Products.apply(weight, x), -1)
         return layer.route(x.flatten(0, 1))[0]
 
     found = []
@@ -296,7 +296,7 @@ def test_hyper_connections_equal_the_golden_with_gradients(kind):
     x, fn, base, scale, *head, W = leaves = [z[name].requires_grad_() for name in names]
     eps = z["eps"].item()
     xs, iters = x.unbind(-2), int(z["iters"]) if kind == "mhc" else 0
-    pre, post, M = streams_file.mhc_maps(x.flatten(-2), xs, fn, scale, base, iters, eps)
+    pre, post, M = streams_file.mhc_maps(xs, fn, scale, base, iters, eps)
     maps = {"post": torch.cat(post, -1)}
     if kind == "mhc":
         maps["comb"] = torch.stack([torch.cat(row, -1) for row in M], -2)
@@ -304,8 +304,8 @@ def test_hyper_connections_equal_the_golden_with_gradients(kind):
         maps["pre"] = torch.cat(pre, -1)
     h = streams_file.read(xs, pre)
     f = torch.tanh(h @ W)
-    y = streams_file.write(xs, M, post, f).view_as(x)
-    out = streams_file.mhc_end(y, head[0], head[2], head[1], eps)
+    ys = streams_file.write(xs, M, post, f)
+    out, y = streams_file.mhc_end(ys, head[0], head[2], head[1], eps), torch.stack(ys, -2)
     for name, ours in dict(**maps, h=h, f=f, y=y, out=out).items():
         assert_close(ours, z[name], **close, msg=lambda text, name=name: f"{name}: {text}")
     for name, grad in zip(names, torch.autograd.grad(out, leaves, z["g"])):
@@ -347,7 +347,7 @@ def test_mhc_starts_as_prenorm_and_its_streams_part_in_training(residual):
     def apart():
         """The rms of the last streams about their mean, over that of the mean"""
         *_, (*_, last) = depth.walk(model, idx)
-        X = last.x.detach().unflatten(-1, (4, -1))
+        X = torch.stack(streams_file.streams_of(last), -2).detach()
         return ((X - X.mean(-2, keepdim=True)).norm() / X.mean(-2).norm() / 2).item()
 
     assert apart() < 1e-5
