@@ -111,8 +111,7 @@ class Products(torch.autograd.Function):
                 grad_X.append(grad_x.to(x.dtype))
                 product = grad.flatten(0, -2).T.to(x.dtype) @ x.flatten(0, -2)
                 grad_columns.append(product.to(w.dtype))
-        separate = len(grad_columns) * X[0].size(-1) == w.size(-1)
-        grad_w = torch.cat(grad_columns, -1) if separate else sum(grad_columns)
+        grad_w = torch.cat(grad_columns, -1).unflatten(-1, (-1, w.size(-1))).sum(-2)
         return grad_w, *grad_X
 
 
