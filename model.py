@@ -281,6 +281,7 @@ class GPT(nn.Module):
         """The mean cross-entropy. With loss_chunk, the logits of at most so many tokens exist at
         a time; the backward pass recomputes them."""
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        head = head.view_as(head)  # eager autocast would add the gradients of all parts in bfloat16
         total_of = partial(self.summed_loss, head=head, cap=self.config.logit_cap)
         if self.loss_chunk is None:
             total = total_of(hidden, targets)
@@ -573,7 +574,7 @@ def check(config):
         (H % G == 0, f"n_head={H} query heads do not divide over n_kv_head={G}"),
         (alphas, f"dyt_alpha={c.dyt_alpha!r}: give three starts"),
         (lambdas, f"bhyt_lambda={c.bhyt_lambda!r}: give three starts, two above 0, one at least 0"),
-        (0 <= c.norm_eps < math.inf, f"norm_eps={c.norm_eps}: must be at least 0"),
+        (0 < c.norm_eps < math.inf, f"norm_eps={c.norm_eps}: must be above 0"),
         (c.head_scale is None or c.head_scale >= 0, f"head_scale={c.head_scale}: at least 0"),
         (c.moe_shared >= 0, f"moe_shared={c.moe_shared}: must be at least 0"),
         (0 <= c.mod_rate < 1, f"mod_rate={c.mod_rate}: give 0 <= rate < 1"),
@@ -607,8 +608,9 @@ INITS = {  # name: (weight, scale, gain of the activation) -> None
 
 
 def capped_logits(hidden, head, cap):
+    """The logits z, or cap * tanh(z / cap), in float32."""
     logits = F.linear(hidden, head)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    return logits if cap is None else cap * torch.tanh(norms.upcast(logits) / cap)
 
 
 def summed_loss(hidden, targets, head, cap):

@@ -334,10 +334,10 @@ class PreNorm(nn.Module):
     def refresh(self, attention):
         """Recompute what this residual derives from the weights of its block's attention."""
 
-    def skip(self, stream, new, runs):
-        """The stream after mod.py: new for the tokens that run (B, T, 1), stream for the others."""
-        lane = None if new.lane is None else torch.where(runs, new.lane, stream.lane)
-        return new.replace(x=torch.where(runs, new.x.to(stream.x.dtype), stream.x), lane=lane)
+    def skip(self, old, new, runs):
+        """The stream after mod.py: new for the tokens that run (B, T, 1), old for the others."""
+        lane = None if new.lane is None else torch.where(runs, new.lane, old.lane)
+        return new.replace(x=torch.where(runs, new.x.to(old.x.dtype), old.x), lane=lane)
 
     def mixing(self, stream):
         """The matrices (B, T, n, n) that mix n streams, or None. For depth.py."""

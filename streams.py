@@ -7,13 +7,13 @@ Hyper-Connections keep n streams X (n, C) for each token. Three maps, made from 
 
     begin      X_i = embedding, for all i
     sublayer   f = F(Norm(h_pre^T X)),  X <- M^T X + h_post f^T                                  (1)
-    end        Norm(h), where h is the sum of the streams for hc, and Eq. 6 for mhc
+    end        Norm(h), where h is the sum of the streams for hc, else Eq. 6
 
     hc         arXiv 2409.19606.  t_i = tanh(W X_i / rms(X_i)), with n + 2 entries               (2)
                (h_pre_i, h_post_i, M_i) = a_i + (s_1, s_2, s_1, ..., s_1) t_i                    (3)
     mhc        arXiv 2512.24880.  z = vec(X) / rms(vec(X)),  y = W z, split into three           (4)
                h_pre = sigmoid(s_1 y_1 + b_1) + eps,  h_post = 2 sigmoid(s_2 y_2 + b_2)
-               M = Sinkhorn(softmax(s_3 y_3 + b_3) + eps): columns divided by their sums, then
+               M = Sinkhorn(softmax(s_3 y_3 + b_3) + eps): columns divided by (sum + eps), then
                19 times rows and columns. Columns sum to 1, rows almost                          (5)
                end: h = sum_i (sigmoid(s y + b) + eps)_i X_i, with its own W, s and b            (6)
     ihc        mhc without mixing: M = I, and y of Eq. 4 has two parts, for h_pre and h_post
@@ -67,8 +67,8 @@ def reads_mean(n):
 
 
 # ------------------------------------------------------------------------------------------------
-# Hyper-Connections: functions of the streams X, n tensors (B, T, C). One tensor (B, T, n C) would
-# make a GPU compute all n parts for each of its elements.
+# Hyper-Connections: functions of the streams X, n tensors (B, T, C). The kernel that
+# writes one tensor (B, T, n C) would compute all n streams for each element, and keep one.
 #
 # Maps are lists of (B, T, 1): compiled, they are part of the pass over X that uses them.
 
@@ -87,9 +87,8 @@ class Products(torch.autograd.Function):
         products = []
         for xs, columns in groups(X, w):
             if torch.compiler.is_compiling():
-                pairs = [(upcast(x), upcast(column).unbind()) for x, column in zip(xs, columns)]
-                sums = [sum(x * rows[r] for x, rows in pairs) for r in range(len(w))]
-                products += [each.sum(-1, keepdim=True) for each in sums]
+                floats, rows = [*map(upcast, xs)], zip(*[upcast(c).unbind() for c in columns])
+                products += [dot(floats, row).sum(-1, keepdim=True) for row in rows]
             else:
                 with torch.autocast(X[0].device.type, enabled=False):
                     y = sum(F.linear(upcast(x), upcast(c)) for x, c in zip(xs, columns))
@@ -191,7 +190,7 @@ class HCEnds(FinalNorm):
         super().__init__(config)
         self.n = config.hc_streams
 
-    def embed(self, e):
+    def embed(self, e):  # without clone, the first block would need a compiled graph of its own
         return Stream(e, sources=tuple(e.clone() for _ in range(self.n - 1)))
 
     def readout(self, stream, head):

@@ -619,6 +619,21 @@ def test_options_for_less_memory_change_no_number(residual, how):
     assert_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_eager_losses_are_summed_and_capped_in_float32():
+    model, targets = tiny(vocab_size=512, tied=False, logit_cap=15.0), torch.arange(512)
+    head, h, errors = model.head.weight, 6 * torch.randn(512, 32), []
+    head.data.normal_()
+    expected = F.cross_entropy(15 * torch.tanh(h.double() @ head.double().T / 15), targets)
+    (whole,) = torch.autograd.grad(expected, head)
+    for model.loss_chunk in (None, 2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.loss(h[None], head, targets[None])
+        (grad,) = torch.autograd.grad(loss, head)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+        errors.append(float((grad - whole).norm() / whole.norm()))
+    assert max(errors) < 0.01 and errors[1] < 1.1 * errors[0]
+
+
 def test_modules_equal_the_goldens():
     z, dyt = golden("dyt"), norms.DyT(32, 1.0)
     dyt.load_state_dict(dict(alpha=z["alpha"], gain=z["gamma"], shift=z["beta"]))

@@ -228,6 +228,22 @@ def depths():
     return ("mode", "optimizer", *(f"{n} blocks" for n in DEPTHS), "when doubled"), rows
 
 
+def experts():
+    """NAG's loss minus pre-norm's in models with experts, by width over depth."""
+    found, gaps, rows = lead_lines("experts", "adamw"), {}, []
+    for ratio, (blocks, width, _) in lead.SHAPES.items():
+        if {("nag", ratio), (BASELINE, ratio)} <= found.keys():
+            ours, theirs = found["nag", ratio], found[BASELINE, ratio]
+            gaps[math.log2(width / blocks)] = differences(ours, theirs)
+            losses = (f"{mean(losses_of(lines)):.4f}" for lines in (theirs, ours))
+            cells = (f"{blocks} x {width}", len(ours), *losses)
+            rows.append((str(ratio), *cells, *decided([gap_of(ours, theirs)])))
+    change = stats.slope(gaps) if len(gaps) > 1 else None
+    rows.append(("change when width / depth doubles", *[""] * 4, plus_minus(change), ""))
+    head = ("width / depth", "blocks x width", "seeds", BASELINE, "nag", "nag minus prenorm")
+    return (*head, "verdict"), rows
+
+
 def copiers():
     """When the model of each seed starts to copy, and the losses at the end."""
     found = {}
@@ -531,7 +547,7 @@ def speed():
 
 TABLES = {
     "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"), "lengths": lengths,
-    "depths": depths, "copying": copiers, "early": early, "parts": parts, "mixtures": mixtures,
+    "depths": depths, "experts": experts, "copying": copiers, "early": early, "parts": parts, "mixtures": mixtures,
     "inside": inside, "earlier": earlier, "speed": speed,
     "recipe": lambda: (recipe.HEAD, [*recipe.rows(find, measure=False)]),
     "conversion": conversion,

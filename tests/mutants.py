@@ -83,7 +83,7 @@ BREAKS = [  # (name, file, code before, code after, pytest -k expression of the 
      "tau_and_k"),
     ("a save changes a rank's scores", "mod.py", "router.fresh.clone()", "router.fresh",
      "scores_of_all_ranks"),
-    ("a skipping token's lane moves", "norms.py", "torch.where(runs, new.lane, stream.lane)",
+    ("a skipping token's lane moves", "norms.py", "torch.where(runs, new.lane, old.lane)",
      "new.lane", "gathering or skips"),
     ("each rank balances alone", "train.py", "config.mod_rate, world)", "config.mod_rate)",
      "experts_and_routers"),
