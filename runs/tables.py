@@ -547,8 +547,8 @@ def speed():
 
 TABLES = {
     "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"), "lengths": lengths,
-    "depths": depths, "experts": experts, "copying": copiers, "early": early, "parts": parts, "mixtures": mixtures,
-    "inside": inside, "earlier": earlier, "speed": speed,
+    "depths": depths, "experts": experts, "copying": copiers, "early": early, "parts": parts,
+    "mixtures": mixtures, "inside": inside, "earlier": earlier, "speed": speed,
     "recipe": lambda: (recipe.HEAD, [*recipe.rows(find, measure=False)]),
     "conversion": conversion,
     "facts": lambda: (("fact", "value"), [*judge_facts(), *lead_facts(), *other_facts()]),
