@@ -28,10 +28,8 @@ import statistics
 import sys
 import time
 import weakref
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 
 import torch
 from torch import Tensor
@@ -103,8 +101,7 @@ def race(candidates, rounds):
 def compare(title, candidates, rounds, note=lambda name, medians: ""):
     """Time the candidates. Print and return their times, and their ratios to the first.
 
-    The printed ratio is that of the printed medians; its quartiles, and the returned ratios, are of
-    the rounds. note(name, medians) returns text for the end of a line.
+    note(name, medians) returns text for the end of a line.
     """
     first, report = next(iter(candidates)), {}
     times = race(candidates, rounds)
@@ -190,17 +187,7 @@ def tokens(config, rows, device):
     return torch.randint(config.vocab_size, (rows, config.block_size), device=device)
 
 
-def stepper(
-    config,
-    batch_size,
-    device,
-    dtype,
-    optimizer="adamw",
-    micro_steps=1,
-    compile=True,
-    loss_chunk=None,
-    recompute=False,
-):
+def stepper(config, batch_size, device, dtype, optimizer="adamw", micro_steps=1, compile=True):
     """(function that runs one training step and returns its loss, model, optimizers)
 
     A step is that of train.py on one process: batch_size sequences in each of its micro-steps, then
@@ -209,7 +196,6 @@ def stepper(
     torch.manual_seed(0)
     with torch.device(device):
         model = GPT(config)
-    model.loss_chunk, model.recompute = loss_chunk, recompute
     if compile:
         model.compile_blocks()
     optimizers = model.optimizers(optimizer, 1e-4, {}, 0.0, getattr(torch, dtype))
@@ -234,8 +220,9 @@ def stepper(
 
 def stepper_as_set(config, **changes):
     """stepper, with the settings at the top."""
-    how = dict(optimizer=optimizer, loss_chunk=loss_chunk, recompute=recompute)
-    return stepper(config, batch_size, device, dtype, **how, **changes)
+    step, model, optimizers = stepper(config, batch_size, device, dtype, optimizer, **changes)
+    model.loss_chunk, model.recompute = loss_chunk, recompute
+    return step, model, optimizers
 
 
 # ------------------------------------------------------------------------------------------------
@@ -263,8 +250,7 @@ def block_forward(config):
     def run():
         block(stream, rope)
 
-    head = 2 * 3 * config.n_embd * config.vocab_size
-    flops_per_token = (model.flops_per_token() - head) / 3  # without the backward pass
+    flops_per_token = sum(model.block_flops()[0]) / 3  # without the backward pass
     return replayed(run, device), batch_size * config.block_size * flops_per_token
 
 
@@ -313,9 +299,8 @@ def two_sublayers(config, shape):
     attention, mlp = last.attn_residual, last.mlp_residual
     random_stream = lambda: torch.randn(shape, device=device).to(getattr(torch, dtype))
     with torch.no_grad():
-        start = model.ends.embed(random_stream()).replace(
-            at=torch.arange(shape[1], device=device)[:, None]
-        )
+        at = torch.arange(shape[1], device=device)[:, None]
+        start = model.ends.embed(random_stream()).replace(at=at)
     given = [random_stream(), random_stream(), *separate_streams(start)]
     inputs = [*(x.requires_grad_() for x in given), *attention.parameters(), *mlp.parameters()]
 
@@ -334,63 +319,47 @@ def two_sublayers(config, shape):
 
 
 def train(base, copy, matmul):
-    """Time training steps, and BHyT's refresh, which train.py calls every bhyt.INTERVAL steps."""
-    runs, flops, first, refresh = {}, {}, {}, {}
+    runs, flops, first = {}, {}, {}
     for name, config in configs(base, modes).items():
         runs[name], model, _ = stepper_as_set(config)
         flops[name] = batch_size * config.block_size * model.flops_per_token()
         first[name] = seconds(runs[name])
-        refresh[name] = min(seconds(model.refresh) for _ in range(3))
     rate = matrix_rate(flops, matmul)
-
-    def note(name, medians):
-        times = f"the first step took {first[name]:.1f} s"
-        share = f"a refresh takes {refresh[name] / medians[name]:.2f} steps"
-        return f"{rate(name, medians)}; {times}; {share}"
-
+    note = lambda name, medians: f"{rate(name, medians)}; the first step took {first[name]:.1f} s"
     report = compare("training step", runs, rounds, note)
-    more = {name: {"first": first[name], "refresh": refresh[name]} for name in report}
-    return {name: row | more[name] for name, row in report.items()}
+    return {name: row | {"first": first[name]} for name, row in report.items()}
 
 
 def memory(base, copy, matmul):
-    """Measure eager steps, because hooks cannot see the tensors that a compiled block keeps."""
-    chunks = {"loss_chunk": batch_size * base.block_size // 8}
-    again = {"recompute": True}
-    options = {"": {}, ", loss in 8 chunks": chunks, ", recompute": again}
-    options[", both"] = chunks | again
+    """Eager steps with fake tensors: hooks cannot see the tensors that a compiled block keeps."""
+    eighth = batch_size * base.block_size // 8
+    options = {  # name: loss_chunk, recompute
+        "": (None, False), ", loss in 8 chunks": (eighth, False),
+        ", recompute": (None, True), ", both": (eighth, True),
+    }  # fmt: skip
     report = {}
     print(f"\n{'a training step':<28} {'kept':>10} {'a block':>10} {'peak':>10}")
     for name, config in configs(base, modes).items():
         for suffix, option in options.items():
-            how = dict(optimizer=optimizer, **option)
-            # Each measurement has its own process, where nothing is left of the one before.
-            with ProcessPoolExecutor(1, get_context("forkserver")) as pool:
-                row = pool.submit(step_memory, config, batch_size, device, dtype, how).result()
-            report[name + suffix] = row
+            report[name + suffix] = row = step_memory(config, *option)
             sizes = " ".join(f"{n / 2**20:>6.0f} MiB" for n in row.values())
             print(f"{name + suffix:<28} {sizes}")
     return report
 
 
-def step_memory(config, batch_size, device, dtype, how):
-    """Bytes kept for the backward pass by all blocks and by one more block, and the peak.
-
-    how: more arguments of stepper.
-    """
-    prepare_process(device)
-    deeper = replace(config, n_layer=config.n_layer + 1)
-    kept_deeper = kept_bytes(deeper, batch_size, device, dtype, how)[-1]
-    step, model, optimizers, kept = kept_bytes(config, batch_size, device, dtype, how)
-    report = {"kept": kept, "kept a block": kept_deeper - kept}
-    step()  # creates the optimizers' state
-    if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        return report | {"peak": torch.cuda.max_memory_allocated()}
-    with LiveBytes(model, optimizers) as live:  # the process can hold up to twice that
-        step()
-    return report | {"peak": live.peak}
+def step_memory(config, loss_chunk, recompute):
+    """Bytes kept for the backward pass by all blocks and by one more block, and the peak."""
+    kept = []  # of the deeper model, of the model itself
+    with FakeTensorMode():
+        for n_layer in (config.n_layer + 1, config.n_layer):
+            how = (batch_size, device, dtype, optimizer)
+            step, model, optimizers = stepper(replace(config, n_layer=n_layer), *how, compile=False)
+            model.loss_chunk, model.recompute = loss_chunk, recompute
+            kept.append(kept_bytes(model, tokens(config, batch_size, device)))
+        step()  # creates the optimizers' state
+        with LiveBytes(model, optimizers) as live:
+            step()
+    return {"kept": kept[1], "kept a block": kept[0] - kept[1], "peak": live.peak}
 
 
 def state_of(optimizers):
@@ -432,19 +401,17 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def kept_bytes(config, batch_size, device, dtype, how):
-    """(training step, model, optimizers, bytes that a forward pass keeps for the backward pass)
+def kept_bytes(model, x):
+    """Bytes that a forward pass keeps for the backward pass.
 
-    The bytes include bfloat16 copies of weights, but not the weights themselves.
+    They include bfloat16 copies of weights, but not the weights themselves.
     """
-    step, model, optimizers = stepper(config, batch_size, device, dtype, compile=False, **how)
-    kept, x = {}, tokens(config, batch_size, device)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    weights, kept = {p.untyped_storage()._cdata for p in model.parameters()}, {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage.nbytes()
         return tensor
 
     def keep_stream(block, args):
@@ -456,7 +423,7 @@ def kept_bytes(config, batch_size, device, dtype, how):
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with hooks, cast(device, dtype):
         model(x, x)
-    return step, model, optimizers, sum(kept.values())
+    return sum(kept.values())
 
 
 def generate(base, copy, matmul):
@@ -566,12 +533,10 @@ def mod(base, copy, matmul):
         forwards[name], steps[name], flops[name] = run, step, model.flops_per_token()
     first = next(iter(flops.values()))
     note = lambda name, medians: f"{flops[name] / first:.3f} of the FLOPs"
-    report = {}
-    for name, row in compare("forward", forwards, rounds, note).items():
-        report[f"forward, {name}"] = row
-    for name, row in compare("training step", steps, rounds, note).items():
-        report[f"step, {name}"] = row
-    return report
+    of_forward = compare("forward", forwards, rounds, note)
+    of_step = compare("training step", steps, rounds, note)
+    report = {f"forward, {name}": row for name, row in of_forward.items()}
+    return report | {f"step, {name}": row for name, row in of_step.items()}
 
 
 def size(config, copy, matmul):
@@ -590,9 +555,7 @@ def size(config, copy, matmul):
     report["a rank"] = report["peak"] + distribution_bytes(model, report)
     flops = model.flops_per_token()
     print(f"\n{config.residual}: {count:,} parameters, {active:,} of them used by a token")
-    print(
-        f"{flops:.4g} FLOPs per token, {flops * batch_size * config.block_size:.4g} per micro-step"
-    )
+    print(f"{flops:.4g} FLOPs per token, {flops * batch_size * config.block_size:.4g} a micro-step")
     print(", ".join(f"{key} {n / 2**30:.2f} GiB" for key, n in report.items()))
     return {"parameters": count, "active": active, "flops_per_token": flops, **report}
 
@@ -616,12 +579,6 @@ ALL = (forward, residual, train, memory, generate, mod, size)
 PARTS = {part.__name__: part for part in ALL}
 QUICK = "--what=forward,residual,train,generate --modes=prenorm,nag --n_layer=2 --rounds=3"
 QUICK += " --batch_size=2 --prompt_tokens=64 --new_tokens=32 --batches_of=1"
-
-
-def unused_settings():
-    """Settings of train.py that config files may hold, and that no part of this file needs."""
-    names = settings_of(os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py"))
-    return {name for name in names if not name.startswith(("sft_", "lora_"))}
 
 
 RULES = (
@@ -657,7 +614,8 @@ def machine_speeds():
 def main():
     global device
     given = sys.argv[1:]
-    read = partial(configure, globals(), GPTConfig, unused=unused_settings())
+    train_py = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
+    read = partial(configure, globals(), GPTConfig, unused=settings_of(train_py))
     settings, _ = read(argv=given)
     if quick:
         settings, _ = read(argv=[*QUICK.split(), *given])

@@ -280,13 +280,17 @@ def read_documents(path, column="text"):
     options = {"sample_by": "document"} if kind == "text" else {}
     load = partial(load_dataset, kind, data_files=[path], split="train", streaming=True, **options)
     try:
-        for n, record in enumerate(read_hub(path, load) if path.startswith("hf://") else load()):
-            if not isinstance(record.get(column), str):
-                example = "C4's records are {'text': ..., 'url': ...}"
-                raise SystemExit(f"{path}: record {n} has no {column}: {example}")
-            yield record[column]
+        records = read_hub(path, load) if path.startswith("hf://") else load()
+        yield from column_of(records, column, path)
     except (ValueError, EOFError) as error:  # not UTF-8, not JSON, cut short
         raise SystemExit(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def column_of(records, column, source):
+    for n, record in enumerate(records):
+        if not isinstance(record.get(column), str):
+            raise SystemExit(f"{source}: record {n} has no {column}, but {', '.join(record)}")
+        yield record[column]
 
 
 def read_hub(path, load):
@@ -339,9 +343,7 @@ def read_hub(path, load):
 def read_meta(directory):
     path = os.path.join(directory, "meta.json")
     if not os.path.exists(path):
-        raise SystemExit(
-            f"{directory} holds no prepared data (no meta.json): run python prepare_c4.py first"
-        )
+        raise SystemExit(f"{directory} holds no prepared data (no meta.json): run prepare_c4.py")
     with suppress(ValueError, LookupError, AttributeError, TypeError):
         meta = json.load(open(path))
         shards = [shard for split in ("val", "train") for shard in meta["splits"][split]["shards"]]
@@ -354,19 +356,12 @@ def open_shard(path, meta, expected):
     """Memory-map the tokens of one shard, after checking its header and size."""
     if not os.path.exists(path):
         raise SystemExit(f"{path} is listed in meta.json but missing: {AGAIN}")
-    head = open(path, "rb").read(HEADER.size)
-    dtype, size = token_dtype(meta["vocab_size"]), os.path.getsize(path)
-    if len(head) < HEADER.size or not head.startswith(MAGIC):
-        raise SystemExit(f"{path} is no shard: it starts with {head[:8]!r}, not {MAGIC!r}")
-    _, version, itemsize, tokens, digest = HEADER.unpack(head)
-    if version != VERSION:
-        raise SystemExit(f"{path} has format version {version}, not {VERSION}: {AGAIN}")
-    if digest.hex() != meta["tokenizer_sha256"] or itemsize != dtype.itemsize:
-        raise SystemExit(f"{path} was made with another tokenizer than meta.json says: {AGAIN}")
-    if tokens != expected:
-        raise SystemExit(f"{path} holds {tokens} tokens, meta.json says {expected}: {AGAIN}")
-    if size != HEADER.size + tokens * itemsize:
-        raise SystemExit(f"{path} is truncated: {size} bytes do not hold {tokens} tokens: {AGAIN}")
+    dtype, digest = token_dtype(meta["vocab_size"]), bytes.fromhex(meta["tokenizer_sha256"])
+    header = HEADER.pack(MAGIC, VERSION, dtype.itemsize, expected, digest)
+    if open(path, "rb").read(HEADER.size) != header:
+        raise SystemExit(f"{path} is not the shard that meta.json describes: {AGAIN}")
+    if os.path.getsize(path) != HEADER.size + expected * dtype.itemsize:
+        raise SystemExit(f"{path} is truncated, or longer than its {expected} tokens: {AGAIN}")
     return np.memmap(path, dtype, "r", HEADER.size)
 
 
@@ -392,9 +387,7 @@ class Windows:
     def __init__(self, directory, split, T):
         meta = read_meta(directory)
         if not meta["splits"][split]["complete"]:
-            raise SystemExit(
-                f"{directory}: preparation of {split} was cut short: run prepare_c4.py again"
-            )
+            raise SystemExit(f"{directory}: {split} was cut short: run prepare_c4.py again")
         self.directory, self.T, self.meta, self.damage = directory, T, meta, []
         self.shards = open_shards(directory, meta, split)
         hashes = " ".join(shard["sha256"] for shard in meta["splits"][split]["shards"])
@@ -529,8 +522,6 @@ def spread(windows, tokens=None, part="all"):
     one half and losses reported on the other. Each half covers the whole split.
     tokens None: all windows of the part.
     """
-    if part not in VAL_PARTS:
-        raise SystemExit(f"val_part={part!r}: choose one of {', '.join(VAL_PARTS)}")
     pool = range(len(windows))[VAL_PARTS[part]]
     if not pool:
         raise SystemExit(f"val_part={part!r}: the split has only {len(windows)} window")

@@ -135,15 +135,7 @@ def read_texts(source, column, split):
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise SystemExit(f"text={source!r}: no such file, and no data set: {reason}") from error
-    return column_of(records, column)
-
-
-def column_of(records, column):
-    for record in records:
-        if column not in record:
-            choices = ", ".join(record)
-            raise SystemExit(f"text_column={column!r}: the data set has {choices}")
-        yield record[column]
+    return data.column_of(records, column, source)
 
 
 def loss(model, windows, indices, encoding, batch_size, device):

@@ -1,7 +1,7 @@
 """
 Fine-tuning: low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) and conversations.
 
-    y = W x + b + (alpha / rank) B A dropout(x)                                                 (1)
+    y = W x + b + (alpha / rank) B A x                                                          (1)
         W and b are frozen; A (rank, in) starts random, B (out, rank) at zero
 
 Differs from the paper: A starts uniform, as nn.Linear does, where the paper has a Gaussian.
@@ -26,7 +26,6 @@ from data import file_sha256, meta_tokenizer, start_of_text
 from norms import pick
 
 ALPHA = 16.0  # an adapter's output is multiplied by ALPHA / rank
-DROPOUT = 0.0  # on the adapters' input
 TARGETS = "wq,wk,wv,wo"  # the linears that get an adapter: names from LINEARS
 LINEARS = ("wq", "wk", "wv", "wo", "up", "gate", "down")
 
@@ -36,7 +35,7 @@ LINEARS = ("wq", "wk", "wv", "wo", "up", "gate", "down")
 
 
 class Adapted(nn.Linear):
-    def __init__(self, linear, rank, alpha, dropout):
+    def __init__(self, linear, rank, alpha):
         has_bias = linear.bias is not None
         super().__init__(linear.in_features, linear.out_features, has_bias, device="meta")
         self.weight, self.bias = linear.weight, linear.bias  # shared, not copied
@@ -45,10 +44,9 @@ class Adapted(nn.Linear):
         self.A = nn.Parameter(nn.init.kaiming_uniform_(A, 5**0.5))
         self.B = nn.Parameter(torch.zeros(self.out_features, rank, device=device))
         self.scale = alpha / rank
-        self.drop = nn.Dropout(dropout)
 
     def forward(self, x):
-        added = F.linear(F.linear(self.drop(x), self.A), self.B)
+        added = F.linear(F.linear(x, self.A), self.B)
         return super().forward(x) + self.scale * added  # Eq. 1
 
     @property
@@ -57,7 +55,7 @@ class Adapted(nn.Linear):
         return self.weight + self.scale * (self.B @ self.A)
 
 
-def adapt(model, rank, alpha, dropout, targets):
+def adapt(model, rank, alpha, targets):
     """Freeze the model and add an adapter to each linear named in targets, such as "wq,wv"."""
     names = targets.split(",")
     found = {n.rpartition(".")[2] for n, m in model.blocks.named_modules() if type(m) is nn.Linear}
@@ -68,7 +66,7 @@ def adapt(model, rank, alpha, dropout, targets):
     for module in [*model.blocks.modules()]:
         for name, linear in [*module.named_children()]:
             if name in names and type(linear) is nn.Linear:
-                setattr(module, name, Adapted(linear, rank, alpha, dropout))
+                setattr(module, name, Adapted(linear, rank, alpha))
 
 
 def frozen(model):
@@ -90,7 +88,7 @@ def load_state(model, state):
         checkpoint.load_weights(model, state)
         return
     checkpoint.load_weights(model, checkpoint.base_of(state))
-    adapt(model, lora["rank"], lora["alpha"], lora["dropout"], lora["targets"])
+    adapt(model, lora["rank"], lora["alpha"], lora["targets"])
     missing, unexpected = model.load_state_dict(state["model"], strict=False)
     if unexpected or set(missing) != frozen(model):
         raise SystemExit(f"these adapters do not fit the model of {lora['base']}")
@@ -105,7 +103,7 @@ def begin(model, state, rank):
     checkpoint.load_weights(model, state)
     if not rank:
         return None
-    wanted = {"rank": rank, "alpha": ALPHA, "dropout": DROPOUT, "targets": TARGETS}
+    wanted = {"rank": rank, "alpha": ALPHA, "targets": TARGETS}
     adapt(model, **wanted)
     return wanted | {"base": os.path.abspath(state["path"]), "sha256": file_sha256(state["path"])}
 
@@ -226,9 +224,7 @@ class Conversations:
 def open_splits(source, folder, meta, T):
     """The conversations for training and for validation. folder, meta: as in data.meta_tokenizer"""
     if not meta["tokenizer"]:
-        raise SystemExit(
-            f"the model was imported without a tokenizer.json: it cannot read {source}"
-        )
+        raise SystemExit(f"this model was imported without tokenizer.json: cannot read {source}")
     encoding = meta_tokenizer(folder, meta)
     return [Conversations(source, split, encoding, T) for split in ("train", "val")]
 

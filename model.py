@@ -522,9 +522,8 @@ AT_LEAST_1 += "bhyt_context hc_streams attnres_size".split()
 
 def numbers(values, n):
     """Whether values are n finite numbers."""
-    return len(values) == n and all(
-        isinstance(value, (int, float)) and math.isfinite(value) for value in values
-    )
+    finite = (isinstance(value, (int, float)) and math.isfinite(value) for value in values)
+    return len(values) == n and all(finite)
 
 
 def check(config):

@@ -1077,7 +1077,7 @@ def test_folding_for_generation_keeps_the_text(changes):
         with pytest.raises(ValueError, match="residual='lns' has nothing to fold"):
             fold(tiny(residual="lns"))
         adapted = tiny(residual="bhyt")
-        lora.adapt(adapted, 2, 4.0, 0.0, "wq")
+        lora.adapt(adapted, 2, 4.0, "wq")
         with pytest.raises(ValueError, match="merge it first"):
             fold(adapted)
 
@@ -2149,16 +2149,15 @@ def without(state, name):
 
 @pytest.mark.parametrize("name, spoil, why", [
     ("data/meta.json", os.remove, "no meta.json"),
-    ("data/meta.json", edited(lambda b: b.replace(b"60000", b"59")), "tokens, meta.json says 59"),
+    ("data/meta.json", edited(lambda b: b.replace(b"60000", b"59")), "is not the shard that"),
     ("data/meta.json", edited(lambda b: b.replace(b": true", b": false")), "was cut short"),
     ("data/meta.json", edited(lambda b: b[:-10]), "is damaged, or from another version"),
     ("data/meta.json", edited(lambda b: b.replace(b"sha256", b"sha")), "is damaged, or from"),
     ("data/val_00000.bin", os.remove, "val_00000.bin is listed in meta.json but missing"),
     ("data/val_00000.bin", edited(lambda b: b[:-10]), "val_00000.bin is truncated"),
-    ("data/val_00000.bin", edited(lambda b: b[:20]), "val_00000.bin is no shard"),
-    ("data/val_00000.bin", edited(lambda b: b"x" + b[1:]), "is no shard: it starts with"),
-    ("data/val_00000.bin", edited(lambda b: b[:8] + b"9" + b[9:]), "has format version 57"),
-    ("data/val_00000.bin", edited(lambda b: b[:30] + b"x" + b[31:]), "made with another tokenizer"),
+    *[("data/val_00000.bin", edited(change), "is not the shard that meta.json describes")
+      for change in (lambda b: b[:20], lambda b: b"x" + b[1:], lambda b: b[:8] + b"9" + b[9:],
+                     lambda b: b[:30] + b"x" + b[31:])],
     ("run/ckpt.pt", os.remove, "no such checkpoint"),
     ("run/ckpt.pt", edited(lambda b: b[:-2000]), "is no checkpoint of train.py"),
     ("run/ckpt.pt", edited(lambda b: b"text"), "is no checkpoint of train.py"),
@@ -2434,7 +2433,7 @@ def test_the_loss_of_any_text_is_exact(runs, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", load)
     assert loss(text="owner/name", text_column="line", text_split="validation") == report
     assert asked == [(("owner/name",), {"split": "validation", "streaming": True})]
-    refuses("text_column='body': the data set has line", loss, text="a/b", text_column="body")
+    refuses("a/b: record 0 has no body, but line", loss, text="a/b", text_column="body")
 
     def gone(*args, **how):
         raise FileNotFoundError("Dataset 'a/b.md' does not exist\nmore lines")

@@ -267,14 +267,6 @@ origin = None if saved is None else saved["path"]
 saved = None  # frees the memory
 
 
-def sync_gradients(on):
-    """Switch the averaging of gradients over ranks on or off. Call this before the forward."""
-    if shard == "fsdp":
-        model.set_requires_gradient_sync(on)
-    elif world > 1:
-        net.require_backward_grad_sync = on
-
-
 # ------------------------------------------------------------------------------------------------
 # Checkpoints and the log
 
@@ -432,7 +424,12 @@ def gradients():
         shares = lora.shares_of(batches, world)
     status = torch.zeros(3, device=device)  # loss, stop, save
     for micro, (batch, share) in enumerate(zip(batches, shares)):
-        sync_gradients(micro == micro_steps - 1)
+        last = micro == micro_steps - 1  # only then average over ranks; must precede the forward
+        if shard == "fsdp":
+            model.set_requires_gradient_sync(last)
+        elif world > 1:
+            net.require_backward_grad_sync = last
+
         with machine.autocast(device.type, dtype):
             loss = net(*batch)[1] * share
         loss.backward()

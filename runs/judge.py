@@ -116,13 +116,13 @@ def with_rate(choice, rate):
     return changed
 
 
-def best_rate(scale, mode, choice, rates, lines_of, length=None):
+def best_rate(scale, mode, choice, lines_of, length=None, around=AROUND):
     """The choice with the best learning rate, from a grid that grows until the best is inside.
 
     A grid with equal losses grows to lower rates: no model learned. Prints a message if the best of
     7 rates is at an edge. The grid of a rehearsal does not grow.
     """
-    rates = list(rates)[: 2 if rehearse else None]
+    rates = [choice["learning_rate"] * times for times in around][: 2 if rehearse else None]
     while True:
         choices = [with_rate(choice, rate) for rate in rates]
         losses = means(scale, mode, choices, lines_of, length)
@@ -136,15 +136,6 @@ def best_rate(scale, mode, choice, rates, lines_of, length=None):
         rates = [rates[0] / 2, *rates] if at == 0 or equal else [*rates, rates[-1] * 2]
 
 
-def while_better(choice, changes, pick_best):
-    """Apply changes in order, and stop at the first that does not help."""
-    for change in changes:
-        before, choice = choice, pick_best([choice, choice | change])
-        if choice == before:
-            break
-    return choice
-
-
 def tune(scale, mode, lines_of):
     """Tune one setting at a time. Returns {setting: best value}.
 
@@ -153,24 +144,25 @@ def tune(scale, mode, lines_of):
     """
     pick_best = partial(best, scale, mode, lines_of=lines_of)
     usual = (study.DEFAULTS | scale)["learning_rate"]
-    chosen = best_rate(scale, mode, {}, [usual * times for times in AROUND], lines_of)
+    chosen = best_rate(scale, mode, {"learning_rate": usual}, lines_of)
     starts = [chosen | {"init_out": start} for start in other_starts(scale, mode)]
     chosen = pick_best([chosen, *starts])
     for setting in FACTORS if has_gates(mode) else ("embed_lr",):
         usual = (study.DEFAULTS | scale)[setting] or chosen["learning_rate"]
         for factors in FACTORS[setting]:
-            changes = [{setting: usual * factor} for factor in factors]
-            chosen = while_better(chosen, changes, pick_best)
-    rates = [chosen["learning_rate"] / n for n in (4, 2, 1)]
-    return rate_of_three(scale, mode, chosen, rates, lines_of)
+            for factor in factors:
+                before, chosen = chosen, pick_best([chosen, chosen | {setting: usual * factor}])
+                if chosen == before:
+                    break
+    return rate_of_three(scale, mode, chosen, lines_of, around=(1 / 4, 1 / 2, 1))
 
 
-def rate_of_three(scale, mode, choice, rates, lines_of):
+def rate_of_three(scale, mode, choice, lines_of, around=AROUND):
     """The choice with the learning rate that is best at full length: of the first seed's best rate,
     half and twice of it, by the mean of three seeds. If another rate wins, again around that one,
     four times at most. Recorded runs without these keep the rate chosen before.
     """
-    choice = best_rate(scale, mode, choice, rates, lines_of, length=1.0)
+    choice = best_rate(scale, mode, choice, lines_of, 1.0, around)
     with suppress(study.NotFinished):
         for _ in range(1 if rehearse else 4):
             before, choice = choice, best(scale, mode, nearby(choice), lines_of, 1.0, TUNING)
@@ -245,8 +237,7 @@ def choices_at(scale, mode, choice, lines_of, lengths):
     """
     tuned = {1.0: choice}
     for length in {min(lengths), max(lengths)} if lengths else ():
-        rates = [choice["learning_rate"] * times for times in AROUND]
-        tuned[length] = best_rate(scale, mode, choice, rates, lines_of, length)
+        tuned[length] = best_rate(scale, mode, choice, lines_of, length)
 
     nearest = lambda length: min(tuned, key=lambda known: abs(math.log(known / length)))
     return {length: tuned[nearest(length)] for length in lengths}

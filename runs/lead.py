@@ -115,9 +115,8 @@ def tuned(name, change, scale, judged, lines_of):
     mode = name if change is None else change.get("residual", "nag")
     chosen = judge.tune(judged, mode, partial(lines_of, "judge"))
     if scale != judged:
-        rates = [chosen["learning_rate"] * times for times in judge.AROUND]
         smaller = scale | {key: min(scale[key], most) for key, most in LARGEST.items()}
-        chosen = judge.rate_of_three(smaller, mode, chosen, rates, partial(lines_of, "lead"))
+        chosen = judge.rate_of_three(smaller, mode, chosen, partial(lines_of, "lead"))
     own = {"residual": mode} | chosen | (change or {})
     if change and "learning_rate" in change:
         own["learning_rate"] *= chosen["learning_rate"]

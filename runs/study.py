@@ -464,11 +464,10 @@ def stepper(full, device):
     config = GPTConfig(**{name: full[name] for name in MODEL_SETTINGS})
     share = tokens_of(full) // config.block_size
     sequences, micro_steps = micro_batches(share, full["batch_size"])
-    how = {"micro_steps": micro_steps, "optimizer": full["optimizer"]}
-    how |= {"compile": compiles(full), "recompute": full["recompute"]}
-    how |= {"loss_chunk": full["loss_chunk"]}
-    dtype = machine.pick_dtype(full["dtype"], torch.device(device).type)
-    step = bench.stepper(config, sequences, device, dtype, **how)[0]
+    how = (machine.pick_dtype(full["dtype"], torch.device(device).type), full["optimizer"])
+    how += (micro_steps, compiles(full))
+    step, model, _ = bench.stepper(config, sequences, device, *how)
+    model.loss_chunk, model.recompute = full["loss_chunk"], full["recompute"]
     return lambda: [step() for _ in range(STEPS)]
 
 

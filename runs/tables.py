@@ -526,7 +526,6 @@ def speed():
         ratios = {mode: row["ratio"] for mode, row in run.get("train", {}).items()}
         steps |= ratios if "2 x 2048" in name else {}
         alone |= {mode: row["ratio"] for mode, row in run.get("residual", {}).items()}
-    steps.pop("attnres_block", None)  # with 2 blocks it is attnres
     found = {"8 x 64, a CPU core": judged("muon")[1], "2 x 2048, H200": steps}
     found["residual alone, H200"] = alone
     moved = load("speed/h100.json")["modes"]

@@ -216,8 +216,6 @@ def test_a_gpu_decodes_with_graphs_and_bench_waits_for_it(gpu, monkeypatch):
     assert known() is not None  # it has the tensors that the graph reads
     replay()
     assert order[1:] == ["run"] * 4 + ["replay"]  # three to warm up, one to record
-    report = bench.step_memory(GPTConfig(**TINY), 2, "cuda:0", "float32", {})
-    assert report["peak"] == CUDA["max_memory_allocated"] and len(gpu.reset_peak_memory_stats) == 1
 
 
 # --- Devices of tensors ---------------------------------------------------------------------------
@@ -333,11 +331,12 @@ def tiny_size(tmp_path, *argv, **changes):
 def test_the_size_of_a_model_is_what_a_real_step_takes(tmp_path, changes):
     size = tiny_size(tmp_path, **changes)
     of_step = ("recompute", "loss_chunk", "optimizer")
-    how = {k: v for k, v in changes.items() if k in of_step}
+    kind = changes.get("optimizer", "adamw")
     shape = {k: v for k, v in changes.items() if k not in (*of_step, "dtype")}
     muon, dtype = "optimizer" in changes, changes.get("dtype", "bfloat16")
     config = GPTConfig(**{**TINY, **shape})
-    step, model, optimizers = bench.stepper(config, 2, "cpu", dtype, compile=False, **how)
+    step, model, optimizers = bench.stepper(config, 2, "cpu", dtype, kind, compile=False)
+    model.loss_chunk, model.recompute = changes.get("loss_chunk"), "recompute" in changes
     assert size["parameters"] == sum(p.numel() for p in model.parameters())
     assert size["flops_per_token"] == model.flops_per_token()
     step()
@@ -365,7 +364,6 @@ def test_the_size_of_a_rank_has_what_ranks_share_and_add(tmp_path):
     muon, matrices = tiny_size(tmp_path, optimizer="muon"), 4 * 2 * 12 * 32 * 32
     assert one["optimizer"] - muon["optimizer"] == pytest.approx(matrices, rel=0.01)
     refuses("no setting 'max_iters'", tiny_size, tmp_path, max_iters=3)
-    refuses("sft_lima.py: there is no", tiny_size, tmp_path, f"{HERE}/config/sft_lima.py")
 
 
 SIZES = {"llama_1b": (1.076e9, 6.658e9), "llama_3b": (2.973e9, 18.37e9)}  # parameters, FLOPs

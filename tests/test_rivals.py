@@ -180,7 +180,7 @@ def test_a_mode_s_own_weight_decay_and_warm_up_hold_unless_others_are_given(data
 @torch.no_grad()
 def test_adapters_of_ngpt_and_what_they_adapt_are_left_alone():
     model = shaken(tiny(residual="ngpt"))
-    lora.adapt(model, 2, 4.0, 0.0, "wq,wo,down")
+    lora.adapt(model, 2, 4.0, "wq,wo,down")
     before = {name: x.clone() for name, x in model.state_dict().items()}
     model.after_step()
     assert_close(model.state_dict(), before, rtol=0, atol=0)

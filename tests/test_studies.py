@@ -292,7 +292,7 @@ def test_rates_at_which_no_model_learns_are_not_compared(place, monkeypatch):
     monkeypatch.setattr(study, "train", trainer(loss_of, []))
     scale = study.parse([judge.SCALE, "--max_iters=400"])
     lines_of = lambda runs: study.run("judge", runs)
-    assert judge.best_rate(scale, "dyt", {}, [4e-3, 8e-3, 1.6e-2], lines_of) == {
+    assert judge.best_rate(scale, "dyt", {"learning_rate": 8e-3}, lines_of) == {
         "learning_rate": 1e-3
     }
 
