@@ -105,19 +105,11 @@ def flops_per_token(model):
     return total
 
 
-def restore(model):
-    """Skip nothing."""
-    skip(model, (), "block")
-
-
 def prune(model, batches, rate, unit="sublayer", rule="angle", seed=0):
-    """Skip a share `rate` of the units, and no others. Returns the indices of these units.
-
-    restore(model) undoes it.
-    """
+    """Skip a share `rate` of the units, and no others. Returns the indices of these units."""
     if not 0 <= rate <= 1:
         raise ValueError(f"rate={rate}: give a share, 0 to 1")
-    restore(model)
+    skip(model, (), "block")  # scores are of the whole model
     indices = lowest(scores(model, batches, unit, rule, seed), rate)
     skip(model, indices, unit)
     return indices

@@ -377,16 +377,12 @@ class AttnRes(PreNorm):
     ends = AttnResEnds
     cuda_options = fusing(reads=8, operations=100)
 
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, size=1):
         super().__init__(config, layer)
-        self.size = self.sublayers_a_block(config)
         self.w = nn.Parameter(torch.empty(config.n_embd))
         self.source_norm = RMSNorm(config.n_embd, config.norm_eps)
-        self.begins = (layer - 1) % self.size == 0  # this sublayer is the first of its block
-
-    @staticmethod
-    def sublayers_a_block(config):
-        return 1
+        self.size = size  # sublayers in a block of sources
+        self.begins = (layer - 1) % size == 0  # this sublayer is the first of its block
 
     def reset_parameters(self):
         nn.init.zeros_(self.w)
@@ -421,9 +417,9 @@ class AttnRes(PreNorm):
 class BlockAttnRes(AttnRes):
     settings = ("attnres_size",)
 
-    @staticmethod
-    def sublayers_a_block(config):
-        return config.attnres_size or math.ceil(2 * config.n_layer / 8)
+    def __init__(self, config, layer):
+        size = config.attnres_size or math.ceil(2 * config.n_layer / 8)
+        super().__init__(config, layer, size)
 
 
 RESIDUALS = {"hc": HC, "mhc": MHC, "ihc": IHC, "attnres": AttnRes, "attnres_block": BlockAttnRes}

@@ -96,7 +96,7 @@ def test_the_lowest_scores_are_skipped():
                 assert [i for i in range(8) if flags[i]] == [
                     i for i in range(8) if i * n // 8 in found
                 ]
-            prune.restore(model)
+            prune.skip(model, (), "block")
     random = lambda seed: prune.scores(model, [], "block", "random", seed).tolist()
     assert random(1) == random(1) != random(2)
     assert prune.names([0, 3], "sublayer") == ["attn 0", "mlp 1"]
@@ -132,7 +132,7 @@ def test_a_skipped_sublayer_of_an_additive_mode_equals_one_that_adds_zero(residu
     block, whole = model.blocks[layer // 2], model(idx)[0]
     prune.skip(model, [layer], "sublayer")
     skipped = model(idx)[0]
-    prune.restore(model)
+    prune.skip(model, (), "block")
     output = block.mlp.down if layer % 2 else block.attn.wo
     output.weight.zero_()
     model.refresh()
@@ -173,7 +173,7 @@ def check_that_it_runs(unit, **changes):
         assert_close(model(other)[0][:, : t + 1], full[:, : t + 1])
     *_, (*_, last) = depth.walk(model, idx)
     assert torch.equal(model.logits(*model.ends.readout(last, model.head.weight)), full)
-    prune.restore(model)
+    prune.skip(model, (), "block")
     assert torch.equal(model(idx)[0], whole)
 
 
