@@ -238,8 +238,9 @@ def experts():
             losses = (f"{mean(losses_of(lines)):.4f}" for lines in (theirs, ours))
             cells = (f"{blocks} x {width}", len(ours), *losses)
             rows.append((str(ratio), *cells, *decided([gap_of(ours, theirs)])))
-    change = stats.slope(gaps) if len(gaps) > 1 else None
-    rows.append(("change when width / depth doubles", *[""] * 4, plus_minus(change), ""))
+    if len(gaps) > 1:
+        change = plus_minus(stats.slope(gaps))
+        rows.append(("change when width / depth doubles", *[""] * 4, change, ""))
     head = ("width / depth", "blocks x width", "seeds", BASELINE, "nag", "nag minus prenorm")
     return (*head, "verdict"), rows
 
