@@ -352,8 +352,8 @@ def step_memory(config, loss_chunk, recompute):
     kept = []  # of the deeper model, of the model itself
     with FakeTensorMode():
         for n_layer in (config.n_layer + 1, config.n_layer):
-            how = (batch_size, device, dtype, optimizer)
-            step, model, optimizers = stepper(replace(config, n_layer=n_layer), *how, compile=False)
+            deep = replace(config, n_layer=n_layer)
+            step, model, optimizers = stepper_as_set(deep, compile=False)
             model.loss_chunk, model.recompute = loss_chunk, recompute
             kept.append(kept_bytes(model, tokens(config, batch_size, device)))
         step()  # creates the optimizers' state
@@ -614,8 +614,9 @@ def machine_speeds():
 def main():
     global device
     given = sys.argv[1:]
-    train_py = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
-    read = partial(configure, globals(), GPTConfig, unused=settings_of(train_py))
+    others = settings_of(os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py"))
+    unused = {each for each in others if not each.startswith(("sft_", "lora_"))}
+    read = partial(configure, globals(), GPTConfig, unused=unused)
     settings, _ = read(argv=given)
     if quick:
         settings, _ = read(argv=[*QUICK.split(), *given])

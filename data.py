@@ -287,6 +287,7 @@ def read_documents(path, column="text"):
 
 
 def column_of(records, column, source):
+    """Yield a column of text. source: where the records come from, for the message."""
     for n, record in enumerate(records):
         if not isinstance(record.get(column), str):
             raise SystemExit(f"{source}: record {n} has no {column}, but {', '.join(record)}")

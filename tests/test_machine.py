@@ -364,6 +364,7 @@ def test_the_size_of_a_rank_has_what_ranks_share_and_add(tmp_path):
     muon, matrices = tiny_size(tmp_path, optimizer="muon"), 4 * 2 * 12 * 32 * 32
     assert one["optimizer"] - muon["optimizer"] == pytest.approx(matrices, rel=0.01)
     refuses("no setting 'max_iters'", tiny_size, tmp_path, max_iters=3)
+    refuses("sft_lima.py: there is no", tiny_size, tmp_path, f"{HERE}/config/sft_lima.py")
 
 
 SIZES = {"llama_1b": (1.076e9, 6.658e9), "llama_3b": (2.973e9, 18.37e9)}  # parameters, FLOPs
