@@ -1,5 +1,5 @@
 """
-What only a GPU can tell about speed, in two times five minutes with 16 CPU cores.
+What only a GPU can tell about speed, in a few minutes with 16 CPU cores.
 
     python runs/gpu.py --only=residual     the processes whose names start so
     python runs/gpu.py --only=step         others: forward, decoding, skipping
@@ -49,9 +49,10 @@ PROCESSES = {
     "residual: nag": f"{STREAM} --modes=prenorm,nag",
     "residual: hc": f"{STREAM} --modes=prenorm,hc",
     "residual: ihc": f"{STREAM} --modes=prenorm,ihc",
-    "residual: mhc": f"{STREAM} --modes=prenorm,mhc",
     "residual: attnres": f"{STREAM} --modes=prenorm,attnres",
     "step, 2 x 2048: norms": f"{WIDE} --modes=prenorm,prenorm,bhyt,perinorm,lns",
+    "step, 2 x 2048: tanh": f"{WIDE} --modes=prenorm,dyt,derf",
+    "step, 2 x 2048: others": f"{WIDE} --modes=prenorm,x0mix,orthogonal,keel,ngpt",
     "step, 2 x 2048: nag": f"{WIDE} --modes=prenorm,nag",
     "step, 2 x 2048: hc": f"{WIDE} --modes=prenorm,hc",
     "step, 2 x 2048: ihc": f"{WIDE} --modes=prenorm,ihc",
