@@ -1,7 +1,7 @@
 """What needs a GPU: compiled steps against float64 on the CPU, decoding, experts, masks, resuming.
 
 `make slow` skips these tests without a GPU. With 14 cores and the name of each test as it ends, in
-about four minutes: python -m pytest tests/test_cuda.py -n 14 -v
+about five minutes: python -m pytest tests/test_cuda.py -n 14 -v
 """
 
 import copy
@@ -97,7 +97,7 @@ def worst(ours, theirs):
 @cases("kind", KINDS)
 def test_on_cuda_a_compiled_step_equals_float64(kind):
     model = shaken(tiny(**KINDS[kind]))
-    order = torch.rand(4, 64, generator=torch.Generator().manual_seed(1)).argsort()
+    order = torch.rand(4, 64, generator=torch.Generator().manual_seed(3)).argsort()
     idx, targets = order[:, :32], order[:, 32:]  # each token once: top-k breaks ties as it likes
     loss, grads = loss_and_gradients(copy.deepcopy(model).double(), idx, targets)
     rounded = 0.4 if "router" in kind else 0.1  # rounding changes which tokens a router takes
