@@ -240,7 +240,7 @@ def experts():
             rows.append((str(ratio), *cells, *decided([gap_of(ours, theirs)])))
     if len(gaps) > 1:
         change = plus_minus(stats.slope(gaps))
-        rows.append(("change when width / depth doubles", *[""] * 4, change, ""))
+        rows.append(("change when the ratio doubles", *[""] * 4, change, ""))
     head = ("width / depth", "blocks x width", "seeds", BASELINE, "nag", "nag minus prenorm")
     return (*head, "verdict"), rows
 
@@ -412,10 +412,11 @@ INSIDE = {  # what eval.py measured by depth on seed 1
 def inside():
     """Each measurement from the lowest to the highest over the measured learning rates."""
     rows = []
-    for mode in ("prenorm", "nag", "lns", "perinorm", "dyt", "bhyt"):
-        known = judge.lines_of_mode(scale_of("muon"), mode)
+    names = ("prenorm", "nag", "lns", "perinorm", "dyt", "bhyt")
+    for optimizer, mode in product(OPTIMIZERS, names):
+        known = judge.lines_of_mode(scale_of(optimizer), mode)
         lines = [line for full, line in known if full["seed"] == 1]
-        row = [mode]
+        row = [f"{mode} {OPTIMIZERS[optimizer]}"]
         for measure in INSIDE.values():
             values = [measure(line["depth"]) for line in lines if "depth" in line]
             values = sorted(value for value in values if value is not None)
@@ -436,8 +437,6 @@ EARLIER = {  # finding: (study, variant, the variant that it is compared with)
     "40% skip attention, from none": ("mod_table", "learned_attention_0.4", "dense"),
     "20% skip, from pre-norm's": ("mod_table", "no_fallback_0.2", "prenorm_learned_0.2"),
 }
-for n in (80, 60, 40, 30, 20):  # width / depth
-    EARLIER[f"experts, {n}: NAG"] = ("moe_ratio", f"nag_{n}", f"prenorm_{n}")
 
 
 def of_earlier(name, variant):
@@ -450,12 +449,10 @@ def of_earlier(name, variant):
 
 
 def earlier():
-    gaps = {}
+    rows = []
     for finding, (name, ours, theirs) in EARLIER.items():
-        gaps[finding] = minus(of_earlier(name, ours), of_earlier(name, theirs))
-    first, *_, last = [gaps[finding] for finding in gaps if "experts" in finding]
-    gaps["experts, 20 minus 80"] = minus(last, first)
-    rows = [(finding, plus_minus(stats.interval(gap))) for finding, gap in gaps.items()]
+        gap = minus(of_earlier(name, ours), of_earlier(name, theirs))
+        rows.append((finding, plus_minus(stats.interval(gap))))
     return ("short runs", "difference"), rows
 
 
@@ -487,14 +484,15 @@ def other_facts():
     gpu = load("speed/gpu.json")
     forward = gpu["forward"]["forward"]
     training = gpu["step, 2 x 2048: norms"]["train"]
-    generation = gpu["decoding"]["generate"]
+    generation = gpu["decoding"]["generate"] | gpu["decoding, 32 at once"]["generate"]
     for name, of, other in (
         ("forward", forward, "prenorm"),
         ("forward over Peri-norm's", forward, "perinorm"),
         ("training", training, "prenorm"),
         ("generation of 128", generation["128 new, 1 at once"], "prenorm"),
         ("generation of 512", generation["512 new, 1 at once"], "prenorm"),
-        ("eager token", generation["a token, no cache, 512 new, 1 at once"], "prenorm"),
+        ("eager token", generation["a token, no cache, 128 new, 1 at once"], "prenorm"),
+        ("eager tokens", generation["a token, no cache, 128 new, 32 at once"], "prenorm"),
     ):
         pairs = zip(of["bhyt"]["seconds"], of[other]["seconds"])
         low, middle, high = stats.median_interval([a / b for a, b in pairs])
