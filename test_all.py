@@ -932,6 +932,14 @@ def test_compiled_equals_eager_and_blocks_share_graphs(backend, changes, monkeyp
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= most + ("mod_on" in changes)
 
 
+def test_the_compiler_knows_the_options_of_every_mode():
+    """Without a GPU nothing else reads them, and a name may be gone in another torch."""
+    for options in {tuple(mode.cuda_options.items()) for mode in RESIDUALS.values()}:
+        torch.compile(lambda x: x, options=dict(options))
+    with pytest.raises(RuntimeError, match="Unexpected optimization option"):
+        torch.compile(lambda x: x, options={"triton.gone": False})
+
+
 # --- NAG ------------------------------------------------------------------------------------------
 
 
