@@ -1,9 +1,10 @@
 """
-How does the difference from pre-norm change with more tokens or blocks? Which parts of NAG matter?
-What does a mixture of depths cost?
+How does the difference from pre-norm change with more tokens or blocks, or in a larger model? Which
+parts of NAG matter? What does a mixture of depths cost?
 
     python runs/lead.py --what=tokens    8 blocks of width 64, 1 to 16 MB
     python runs/lead.py --what=blocks    4, 16 and 32 blocks of width 64, 4 MB; the judge trained 8
+    python runs/lead.py --what=size      12 blocks of width 128, 16 MB: a GPU takes minutes per run
     python runs/lead.py --what=experts --optimizer=adamw    8 experts, by width / depth, 4 MB
     python runs/lead.py --what=nag       NAG with one part changed, 4 MB
     python runs/lead.py --what=bhyt      BHyT with other initial lambdas and gains, 4 MB
@@ -23,6 +24,7 @@ and are not repeated.
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 import judge
@@ -31,7 +33,7 @@ from stats import detectable, gap_of, plus_minus
 
 from configurator import configure
 
-what = "tokens"  # tokens, blocks, experts, nag, bhyt or mod
+what = "tokens"  # tokens, blocks, size, experts, nag, bhyt or mod
 names: str | None = None  # only these, separated by commas, and what they are compared with
 values: str | None = None  # only these values, such as 1000 steps, in this order
 optimizer = "muon"  # or adamw
@@ -80,6 +82,8 @@ OF_EXPERTS = {
     for ratio, (blocks, width, hidden) in SHAPES.items()
 }
 
+LARGER = {128: {"n_layer": 12, "n_embd": 128, "n_head": 4, "batch_size": 16}}  # 2.6M parameters
+
 
 def of(setting, *values):
     return {value: {setting: value} for value in values}
@@ -92,6 +96,7 @@ PLANS = {
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "attnres", "mhc")) | OTHER_RATES,
                of("max_iters", 1000, 2000, 4000, 8000, 16000)),
     "blocks": (dict.fromkeys(("prenorm", "nag", "ihc")), of("n_layer", 4, 16, 32)),
+    "size": (dict.fromkeys(("prenorm", "nag", "bhyt", "mhc", "ihc", "attnres_block")), LARGER),
     "experts": (dict.fromkeys(("prenorm", "nag")), OF_EXPERTS),
     "nag": ({"nag": None} | NAG, of("max_iters", 4000)),
     "bhyt": ({"bhyt": None} | BHYT, of("max_iters", 4000)),
@@ -107,13 +112,20 @@ def base_of(changes, name):
     return mode if mode in changes else first
 
 
+def as_judged(judged, mode, lines_of):
+    """The settings that the judge found for a mode, on whatever machine; else it is tuned now."""
+    with suppress(SystemExit):  # not finished, or on machines of several kinds
+        return judge.tune(judged, mode, partial(study.find, "judge"))
+    return judge.tune(judged, mode, partial(lines_of, "judge"))
+
+
 def tuned(name, change, scale, judged, lines_of):
     """Settings of a mode, or of one with a change, with the best learning rate at this scale.
 
     judged: the judge's scale, where everything else was tuned.
     """
     mode = name if change is None else change.get("residual", "nag")
-    chosen = judge.tune(judged, mode, partial(lines_of, "judge"))
+    chosen = as_judged(judged, mode, lines_of)
     if scale != judged:
         smaller = scale | {key: min(scale[key], most) for key, most in LARGEST.items()}
         chosen = judge.rate_of_three(smaller, mode, chosen, partial(lines_of, "lead"))

@@ -3,8 +3,8 @@ Train the runs of a study and keep one line of results for each, in results/STUD
 
 A run is a dict of the settings of train.py that differ from its defaults. A run is skipped if a
 line has its settings, data and kind of machine. A killed run resumes where it stopped. Each CPU
-core trains one run at a time, with one thread. Each GPU trains one run at a time. Start one study
-at a time: two studies do not know which cores or GPUs the other uses.
+core trains one run at a time, with one thread, and each GPU PER_GPU runs. Start one study at a
+time: two studies do not know which cores or GPUs the other uses.
 
 A line has: key, a hash of all settings that change the result; settings; loss, the last validation
 loss, and start, that at step 0 (null: diverged, or none); curve, [step, mean of the logged training
@@ -49,6 +49,7 @@ OF_PLACE = set(
     "device loss_chunk recompute shard".split()
 )
 NAMED = {"residual", "seed", "max_iters", "eval_interval", "learning_rate", "val_part"}
+PER_GPU = 1  # runs that a GPU trains at a time; more are faster if the model is small
 POINTS = 40  # most points per curve
 MOD = ("--what=mod", "--depth_tokens=16384")  # of a mixture of depths: how many tokens skip
 ROUNDS, STEPS = 45, 4  # rounds per race, and steps of each run per round
@@ -246,7 +247,7 @@ def devices():
     """The devices that train in parallel. Each CPU core counts as one."""
     kind = machine.pick_device(DEFAULTS["device"]).type
     if kind == "cuda":
-        return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        return [f"cuda:{i}" for i in range(torch.cuda.device_count())] * PER_GPU
     return [kind] * (machine.cores() if kind == "cpu" else 1)
 
 
