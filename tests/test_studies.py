@@ -5,6 +5,7 @@ import math
 import re
 import statistics
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import copying
@@ -544,6 +545,25 @@ def test_lead_times_only_what_has_finished(place, monkeypatch, capsys):
     capsys.readouterr()
     lead.main()
     assert capsys.readouterr().out.endswith("{'nag': 1.5, 'not centred': 1.5}\n")
+
+
+def test_lead_takes_what_the_judge_found_on_another_kind_of_machine(place, monkeypatch):
+    trained = []
+    loss_of = lambda full: abs(math.log(full["learning_rate"] / 0.004))
+    monkeypatch.setattr(study, "train", trainer(loss_of, trained))
+    found = judge.tune(lead.SCALE, "prenorm", partial(study.run, "judge"))
+    n = len(trained)
+    monkeypatch.setattr(study, "place", lambda settings: {"data": "data", "computes": "cuda"})
+    assert lead.as_judged(lead.SCALE, "prenorm", study.run) == found and len(trained) == n
+    assert lead.as_judged(lead.SCALE, "nag", study.run)["learning_rate"] == 0.004
+    assert {run["residual"] for run in trained[n:]} == {"nag"}
+
+
+def test_a_gpu_trains_several_runs_at_a_time(monkeypatch):
+    monkeypatch.setattr(study.machine, "pick_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(study, "PER_GPU", 2)
+    assert sorted(study.devices.__wrapped__()) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
 
 
 @cases("what, value", [("tokens", 16000), ("blocks", 32)])
