@@ -5,6 +5,7 @@ parts of NAG matter? What does a mixture of depths cost?
     python runs/lead.py --what=tokens    8 blocks of width 64, 1 to 16 MB
     python runs/lead.py --what=blocks    4, 16 and 32 blocks of width 64, 4 MB; the judge trained 8
     python runs/lead.py --what=size      12 blocks of width 128, 16 MB: a GPU takes minutes per run
+    python runs/lead.py --what=streams   what mhc and ihc owe to parameters, and to several streams
     python runs/lead.py --what=experts --optimizer=adamw    8 experts, by width / depth, 4 MB
     python runs/lead.py --what=nag       NAG with one part changed, 4 MB
     python runs/lead.py --what=bhyt      BHyT with other initial lambdas and gains, 4 MB
@@ -33,7 +34,7 @@ from stats import detectable, gap_of, plus_minus
 
 from configurator import configure
 
-what = "tokens"  # tokens, blocks, size, experts, nag, bhyt or mod
+what = "tokens"  # tokens, blocks, size, streams, experts, nag, bhyt or mod
 names: str | None = None  # only these, separated by commas, and what they are compared with
 values: str | None = None  # only these values, such as 1000 steps, in this order
 optimizer = "muon"  # or adamw
@@ -49,6 +50,11 @@ NAG = {
 BHYT = {f"lambda starts at {n}": {"bhyt_lambda": (n, n, 0.0)} for n in (1.0, 3.0, 5.0)}
 BHYT |= {"lambda fixed": {"bhyt_learned": False}, "outputs of variance 1": {"bhyt_unit": True}}
 BHYT = {name: {"residual": "bhyt"} | change for name, change in BHYT.items()}
+
+STREAMS = {
+    "prenorm as large as mhc": {"residual": "prenorm", "n_hidden": 352},
+    "ihc with one stream": {"residual": "ihc", "hc_streams": 1},
+}
 
 
 def mixtures(rate):
@@ -97,6 +103,7 @@ PLANS = {
                of("max_iters", 1000, 2000, 4000, 8000, 16000)),
     "blocks": (dict.fromkeys(("prenorm", "nag", "ihc")), of("n_layer", 4, 16, 32)),
     "size": (dict.fromkeys(("prenorm", "nag", "bhyt", "mhc", "ihc", "attnres_block")), LARGER),
+    "streams": (dict.fromkeys(("prenorm", "mhc", "ihc")) | STREAMS, of("max_iters", 4000)),
     "experts": (dict.fromkeys(("prenorm", "nag")), OF_EXPERTS),
     "nag": ({"nag": None} | NAG, of("max_iters", 4000)),
     "bhyt": ({"bhyt": None} | BHYT, of("max_iters", 4000)),
