@@ -18,6 +18,7 @@ A row is named by its first cell, or by more of them if the first is not unique.
 import json
 import math
 import re
+from collections import Counter
 from contextlib import suppress
 from functools import cache, partial
 from itertools import product
@@ -97,6 +98,11 @@ def compared(optimizer):
     return sorted(found, key=lambda each: each["steps"] or (math.inf, 0))
 
 
+def lines_of(optimizer, mode):
+    """The lines of the seeds of a mode."""
+    return judged(optimizer)[0][mode][1][1.0]
+
+
 def modes(optimizer):
     """The judge's table with verdicts after Holm's correction. The baseline is first, also with
     half and twice its learning rate.
@@ -135,11 +141,43 @@ def judge_facts():
     yield "median half-width", f"{median(half_widths):.4f}"
     able = [stats.detectable(half, each["n"]) for half, each in zip(half_widths, decidable)]
     yield "difference to be found", f"{median(able):.3f}"
-    ihc, mhc = (judged("muon")[0][mode][1][1.0] for mode in ("ihc", "mhc"))
+    ihc, mhc = (lines_of("muon", mode) for mode in ("ihc", "mhc"))
     yield "ihc minus mhc", plus_minus(gap_of(ihc, mhc))
     commits = [line["commit"] for line in study.finished("judge").values()]
     share = mean(commit.endswith("+changes") for commit in commits)
     yield "runs with uncommitted changes", f"{share:.0%}"
+
+
+def leads(ours, theirs, steps):
+    """The mean difference of the training losses of these seeds at each of these steps."""
+    curves = [[dict(line["curve"]) for line in lines] for lines in (ours, theirs)]
+    return [mean(a[step] - b[step] for a, b in zip(*curves)) for step in steps]
+
+
+def verdict_facts():
+    """What the verdicts with Muon were after 1,000 steps and are against pre-norm at half its rate,
+    and what becomes of the better ones at equal FLOPs.
+    """
+    theirs = judged("muon")[0][BASELINE][1]
+    ahead, fragile = Counter(), 0
+    for each in compared("muon"):
+        word, ours = verdict([each["steps"]]), lines_of("muon", each["mode"])
+        fragile += verdict([gap_of(ours, theirs["half"])]) != word
+        ahead[word] += leads(ours, theirs[1.0], [1000])[0] < 0
+    yield "fragile at half its rate", fragile
+    for word, n in ahead.items():
+        yield f"ahead after 1,000 steps: {word}", n
+
+    flops_of = lambda lines: lines[0]["flops"] / lines[0]["steps"]
+    for optimizer, name in OPTIMIZERS.items():
+        theirs = judged(optimizer)[0][BASELINE][1]
+        by_length = {n: losses_of(lines) for n, lines in theirs.items() if isinstance(n, float)}
+        for each in compared(optimizer):
+            if verdict([each["steps"]]) == "better":
+                ours = lines_of(optimizer, each["mode"])
+                ratio = flops_of(ours) / flops_of(theirs[1.0])
+                gap = stats.gap_at(ratio, losses_of(ours), by_length)
+                yield f"{each['mode']} at equal FLOPs, {name}", plus_minus(gap)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -278,7 +316,7 @@ def early():
     With pre-norm's rate, of a mode that has another: with the seeds that tune.
     """
     rows, steps = [], (100, 400, 700, 1000, 1500, 2000, 3000, 4000)
-    modes = ("nag", "ihc", "mhc", "attnres", "hc", "attnres_block")
+    modes = ("nag", "bhyt", "ihc", "mhc", "attnres", "hc", "attnres_block")
     for optimizer in OPTIMIZERS:
         trained = judged(optimizer)[0]
         choice, theirs = trained[BASELINE]
@@ -289,9 +327,8 @@ def early():
             both = (of_tuning_seeds(name, choice["learning_rate"]) for name in (mode, BASELINE))
             pairs[f"{mode} at {BASELINE}'s rate"] = tuple(both)
         for name, pair in pairs.items():
-            curves = [[dict(line["curve"]) for line in lines] for lines in pair]
-            gaps = ([a[step] - b[step] for a, b in zip(*curves)] for step in steps)
-            rows.append((name, OPTIMIZERS[optimizer], *(f"{mean(gap):+.3f}" for gap in gaps)))
+            cells = (f"{lead:+.3f}" for lead in leads(*pair, steps))
+            rows.append((name, OPTIMIZERS[optimizer], *cells))
     return ("mode", "optimizer", *(f"step {step:,}" for step in steps)), rows
 
 
@@ -307,7 +344,7 @@ def parts():
         for name, _, loss, gap in found:
             time = f"{times[name][1]:.2f}" if name in times else ""
             rows.append((what, name, f"{loss:.4f}", *decided([gap]), corrected[name], time))
-    measured, predicted = (judged("muon")[0][mode][1][1.0] for mode in ("bhyt_exact", "bhyt"))
+    measured, predicted = (lines_of("muon", mode) for mode in ("bhyt_exact", "bhyt"))
     loss = f"{mean(losses_of(measured)):.4f}"
     gap = decided([gap_of(measured, predicted)])
     rows.append(("bhyt", "variance measured (5 seeds)", loss, *gap, "", ""))
@@ -549,7 +586,9 @@ TABLES = {
     "mixtures": mixtures, "inside": inside, "earlier": earlier, "speed": speed,
     "recipe": lambda: (recipe.HEAD, [*recipe.rows(find, measure=False)]),
     "conversion": conversion,
-    "facts": lambda: (("fact", "value"), [*judge_facts(), *lead_facts(), *other_facts()]),
+    "facts": lambda: (
+        ("fact", "value"), [*judge_facts(), *verdict_facts(), *lead_facts(), *other_facts()]
+    ),
 }  # fmt: skip
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?<!-- end -->", re.S)
 NUMBER = re.compile(r"(<!-- ([^<>/]+)/([^<>/]+)/([^<>/]+) -->).*?<!-- -->")
