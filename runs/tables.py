@@ -155,9 +155,7 @@ def leads(ours, theirs, steps):
 
 
 def verdict_facts():
-    """What the verdicts with Muon were after 1,000 steps and are against pre-norm at half its rate,
-    and what becomes of the better ones at equal FLOPs.
-    """
+    """What the verdicts with Muon were after 1,000 steps, and are at half of pre-norm's rate."""
     theirs = judged("muon")[0][BASELINE][1]
     ahead, fragile = Counter(), 0
     for each in compared("muon"):
@@ -168,16 +166,24 @@ def verdict_facts():
     for word, n in ahead.items():
         yield f"ahead after 1,000 steps: {word}", n
 
+
+def at_size():
+    """The better designs at equal FLOPs, and their size over pre-norm's."""
     flops_of = lambda lines: lines[0]["flops"] / lines[0]["steps"]
+    rows = []
     for optimizer, name in OPTIMIZERS.items():
         theirs = judged(optimizer)[0][BASELINE][1]
         by_length = {n: losses_of(lines) for n, lines in theirs.items() if isinstance(n, float)}
         for each in compared(optimizer):
             if verdict([each["steps"]]) == "better":
                 ours = lines_of(optimizer, each["mode"])
-                ratio = flops_of(ours) / flops_of(theirs[1.0])
-                gap = stats.gap_at(ratio, losses_of(ours), by_length)
-                yield f"{each['mode']} at equal FLOPs, {name}", plus_minus(gap)
+                params = each["params"] / theirs[1.0][0]["params"]
+                flops = flops_of(ours) / flops_of(theirs[1.0])
+                gap = stats.gap_at(flops, losses_of(ours), by_length)
+                cells = (each["mode"], name, f"{params:.2f}", f"{flops:.2f}")
+                rows.append((*cells, plus_minus(each["steps"]), *decided([gap])))
+    head = ("mode", "optimizer", "parameters", "FLOPs", "at equal steps", "at equal FLOPs")
+    return (*head, "verdict at equal FLOPs"), rows
 
 
 # ------------------------------------------------------------------------------------------------
@@ -581,7 +587,8 @@ def speed():
 # The pages
 
 TABLES = {
-    "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"), "lengths": lengths,
+    "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"), "at size": at_size,
+    "lengths": lengths,
     "depths": depths, "experts": experts, "copying": copiers, "early": early, "parts": parts,
     "mixtures": mixtures, "inside": inside, "earlier": earlier, "speed": speed,
     "recipe": lambda: (recipe.HEAD, [*recipe.rows(find, measure=False)]),
