@@ -24,6 +24,7 @@ round: their median is less noisy, and can differ from the printed ratio.
 import math
 import os
 import random
+import re
 import statistics
 import sys
 import time
@@ -584,7 +585,8 @@ QUICK += " --batch_size=2 --prompt_tokens=64 --new_tokens=32 --batches_of=1"
 RULES = (
     ("batch_size loss_chunk prompt_tokens ranks", lambda v: v > 0, "above 0"),
     ("rounds", lambda v: v > 1, "at least 2"),
-    ("rates", lambda v: all(0 <= float(rate) < 1 for rate in v.split(",")), "shares below 1"),
+    ("new_tokens batches_of", re.compile(r"[1-9]\d*(,[1-9]\d*)*").fullmatch, "numbers above 0"),
+    ("rates", re.compile(r"(0|0?\.\d+)(,(0|0?\.\d+))*").fullmatch, "shares below 1"),
 )
 
 

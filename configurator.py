@@ -11,29 +11,20 @@ Config files and --key=value override them, in the order given:
     python train.py config/gpt2_124m.py --learning_rate=3e-4
 
 The fields of dataclasses passed to configure are settings too. A config file holds lines of
-key = literal, where arithmetic with numbers such as 64 * 2 counts as a literal. It is parsed, never
-executed. The line include = "other.py" stands for the lines of another file in its folder.
+key = literal. It is parsed, never executed. The line include = "other.py" stands for the lines of
+another file in its folder.
 """
 
 import ast
 import difflib
 import inspect
 import io
-import operator
 import os
 import textwrap
 import tokenize
 from typing import NamedTuple
 
 TYPES = {t.__name__: t for t in (bool, int, float, str, tuple)} | {"None": type(None)}
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Pow: operator.pow,
-}
 defaults = {}  # of the settings that configure() read last; echo() leaves them out
 
 
@@ -92,7 +83,7 @@ def read_settings(text, of=None):
         name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
         if name != name.lower():
             continue  # a constant
-        default = value_of(node.value)
+        default = ast.literal_eval(node.value)
         types = (type(default),)
         if isinstance(node, ast.AnnAssign):
             types = tuple(TYPES[t.strip()] for t in ast.unparse(node.annotation).split("|"))
@@ -115,36 +106,16 @@ def overrides(argv, known):
 def literal(text, types):
     """Parse text as a literal. If that fails, or only a string fits, return the text."""
     try:
-        value = value_of(ast.parse(text.strip(), mode="eval").body)
+        value = ast.literal_eval(text.strip())
     except (ValueError, TypeError, SyntaxError):
         return text
     return value if type(value) in types or str not in types else text
 
 
-def value_of(node):
-    """The value of a Python literal or of arithmetic with numbers. Anything else: ValueError."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -number(node.operand)
-    if not isinstance(node, ast.BinOp):
-        return ast.literal_eval(node)
-    left, right = number(node.left), number(node.right)
-    try:
-        if isinstance(node.op, ast.Pow):
-            float(left) ** float(right)  # fails at once where the exact power would fill the memory
-        return OPERATORS[type(node.op)](left, right)
-    except (KeyError, ArithmeticError) as error:
-        raise ValueError(f"{ast.unparse(node)}: {error}") from None
-
-
-def number(node):
-    value = value_of(node)
-    if type(value) not in (int, float):
-        raise ValueError(f"{ast.unparse(node)} is no number")
-    return value
-
-
-def read_file(path):
+def read_file(path, outer=()):
     """Yield (path, key, value) for every line of a config file and of the files it includes."""
+    if path in outer:
+        raise SystemExit(f"{path}: includes itself")
     hint = "settings are written --key=value"
     try:
         body = ast.parse(open(path).read()).body
@@ -157,13 +128,14 @@ def read_file(path):
             continue  # a docstring
         try:
             (target,) = node.targets
-            key, value = target.id, value_of(node.value)
+            key, value = target.id, ast.literal_eval(node.value)
         except (AttributeError, ValueError, TypeError):
             line = f"{path}, line {node.lineno}"
             got = ast.unparse(node)
             raise SystemExit(f"{line}: expected key = literal, got {got!r}") from None
         if key == "include":
-            yield from read_file(os.path.join(os.path.dirname(path), str(value)))
+            included = os.path.join(os.path.dirname(path), str(value))
+            yield from read_file(included, (*outer, path))
         else:
             yield path, key, value
 
@@ -180,15 +152,15 @@ def convert(source, key, value, types):
     raise SystemExit(f"{source}: {key} expects {expected}, got {value!r} ({type(value).__name__})")
 
 
-def check(settings, rules):
-    """Exit if a setting has a bad value. None is never one.
+def check(settings, rules, error=SystemExit):
+    """Raise an error if a setting has a bad value. None is never one.
 
     rules: (names of settings, condition on their values, the condition in words)
     """
     for keys, holds, words in rules:
         for key in keys.split():
             if settings[key] is not None and not holds(settings[key]):
-                raise SystemExit(f"{key}={settings[key]!r}: must be {words}")
+                raise error(f"{key}={settings[key]!r}: must be {words}")
 
 
 def print_help(namespace, settings):

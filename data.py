@@ -9,7 +9,6 @@ import base64
 import glob
 import hashlib
 import json
-import math
 import os
 import re
 import struct
@@ -94,7 +93,10 @@ def get_tokenizer(name):
         if not os.path.exists(name):
             raise SystemExit(f"{name}: no such tokenizer file")
         lines = [line.split() for line in open(name, "rb") if line.strip()]
-        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        try:
+            ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        except ValueError as error:
+            raise SystemExit(f"{name}: not lines of base64 and rank ({error})") from None
         return tiktoken.Encoding(
             name, pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={EOT: len(ranks)}
         )
@@ -436,30 +438,6 @@ def to_batch(rows, device):
     return [part.pin_memory() for part in parts] if str(device).startswith("cuda") else parts
 
 
-# Up to this many windows the random order of an epoch is stored, in 128 MB. Above it, the order is
-# computed window by window. Smaller data keeps the stored order, because recorded runs have it.
-PERMUTE_UP_TO = 2**24
-ROUNDS = 6  # of a Feistel network; 4 are enough for an order that looks random
-
-
-def shuffled_place(i, n, key):
-    """Place i of a random order of range(n), computed without storing the order.
-
-    A Feistel network: i is a pair (a, b) of digits in base `base`. Each round adds a hash of b to a
-    and swaps the two. A round can be undone, so different i have different results below base ** 2.
-    A result of n or more is sent through again until it is below n ("cycle walking").
-    """
-    base = math.isqrt(n - 1) + 1  # the smallest with base ** 2 >= n
-    while True:
-        a, b = divmod(i, base)
-        for r in range(ROUNDS):
-            digest = hashlib.blake2b(f"{key} {r} {b}".encode(), digest_size=8).digest()
-            a, b = b, (a + int.from_bytes(digest, "big")) % base
-        i = a * base + b
-        if i < n:
-            return i
-
-
 class Loader:
     """Training batches: the windows in shuffled order, each once per epoch.
 
@@ -482,11 +460,9 @@ class Loader:
     def shuffled(self, k):
         n = len(self.windows)
         epoch, i = divmod(k, n)
-        if n > PERMUTE_UP_TO:
-            return shuffled_place(i, n, f"{self.seed} {epoch}")
         if epoch != self.epoch:
-            rng = np.random.default_rng((self.seed, epoch))
-            self.epoch, self.order = epoch, rng.permutation(n)
+            self.epoch, self.order = epoch, np.arange(n, dtype=np.uint32)
+            np.random.default_rng((self.seed, epoch)).shuffle(self.order)
         return int(self.order[i])
 
     def fetch(self, step, micro):

@@ -23,16 +23,16 @@ from norms import upcast
 
 
 @torch.no_grad()
-def walk(model, x, docs=None):
+def walk(model, x):
     """Yield (sublayer, residual, its input, stream before, stream after) for ids x (B, T).
 
-    The model must be in eval mode. docs (B, T) numbers the documents of a row, as in GPT.forward.
+    The model must be in eval mode.
     """
     rope = (model.cos[: x.size(1)], model.sin[: x.size(1)])
     sharded = isinstance(model, FSDPModule)
     if sharded:
         model.unshard()
-    stream = model.begin(x, torch.arange(x.size(1), device=x.device), docs)
+    stream = model.begin(x, torch.arange(x.size(1), device=x.device))
     for b, block in enumerate(model.blocks):
         values = model.values(b, x)
         if sharded:
@@ -41,7 +41,7 @@ def walk(model, x, docs=None):
         for sublayer, residual in pairs:
             h, before = residual.read(stream)
             if sublayer is block.attn:
-                stream = block.attend(stream, rope, docs, values=values)
+                stream = block.attend(stream, rope, values=values)
             else:
                 stream = block.feed(stream)
             yield sublayer, residual, h, before, stream
@@ -177,8 +177,6 @@ def depth(model, batches):
     for name, other in (("norm and entropy", entropy), ("norm and loss", loss)):
         correlation = torch.corrcoef(torch.stack([norm, other]))[0, 1]
         report[name] = None if constant else float(correlation)
-    tenth = norm.argsort().argsort() * 10 // len(norm)
-    report["by norm"] = means_by(tenth, norm=norm, entropy=entropy, loss=loss)
     tenth = (confidence * 10).long().clamp(max=9)
     calibration = means_by(tenth, confidence=confidence, accuracy=right)
     report["calibration"] = calibration

@@ -98,23 +98,11 @@ class TextWindows:
         padding = self.T - len(x)
         return np.array([x + [0] * padding, y + [-1] * padding])
 
-    def part(self, first, end):
-        """The rows from first on, before end."""
-        rows, tokens = copy.copy(self), slice(first * self.T, end * self.T)
-        rows.x, rows.y = self.x[tokens], self.y[tokens]
-        return rows
-
     def whole(self):
         """All rows except a padded last one."""
-        return self.part(0, len(self.x) // self.T)
-
-    def divided(self):
-        """(the first tenth of the rows, the others)"""
-        tenth = math.ceil(len(self) / 10)
-        if tenth == len(self):
-            short = f"a tenth of it is less than a window of {self.T} tokens"
-            raise SystemExit(f"text={text!r} is too short to choose what to skip: {short}")
-        return self.part(0, tenth), self.part(tenth, len(self))
+        rows, tokens = copy.copy(self), slice(len(self.x) // self.T * self.T)
+        rows.x, rows.y = self.x[tokens], self.y[tokens]
+        return rows
 
 
 def read_texts(source, column, split):
@@ -210,45 +198,31 @@ def show_skipping(report):
 def sample(model, encoding, device):
     """Print and return a continuation of the prompt."""
     torch.manual_seed(seed)
-    began, times = time.perf_counter(), []
+    began = time.perf_counter()
     ids = begun_prompt(encoding)
     start = torch.tensor([ids], device=device)
     choices = dict(temperature=temperature, top_k=top_k, top_p=top_p, compile=bool(compile))
     eot, n_vocab = encoding.eot_token, encoding.n_vocab
-    tokens = stream_tokens(model, start, max_new_tokens, stop=eot, n_vocab=n_vocab, **choices)
+    tokens = stream_tokens(model, start, max_new_tokens, n_vocab=n_vocab, **choices)
     # One character can take several tokens, so an incremental decoder collects the bytes.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     print(prompt, end="", flush=True)
     with mod.switched(model, "collect"):
         for token in tokens:
             ids.append(int(token))
-            times.append(time.perf_counter())
             if ids[-1] == eot:
                 break
             new_bytes = encoding.decode_single_token_bytes(ids[-1])
             print(decoder.decode(new_bytes), end="", flush=True)
     skipped = f", {mod.skipped(mod.routers(model)):.1%} skipped" if mod.routers(model) else ""
-    print(f"\n{decoding_speed(began, times)}{skipped}")
+    seconds = time.perf_counter() - began
+    print(f"\n{len(ids) - start.size(1)} tokens in {seconds:.1f} s{skipped}")
     return encoding.decode(ids[len(data.start_of_text(encoding)) :])
 
 
 def begun_prompt(encoding):
     """Token ids of the prompt, after those that begin a text."""
     return data.begun(encoding.encode_ordinary(prompt), encoding)
-
-
-def decoding_speed(began, times):
-    """Tokens per second of decoding alone: after the second token.
-
-    The first token's time is that of the prompt, the second's includes compilation of the step.
-    """
-    if len(times) < 3:
-        elapsed = time.perf_counter() - began
-        return f"{len(times)} tokens in {elapsed:.2f} s, too few to time decoding"
-    rate = (len(times) - 2) / (times[-1] - times[1])
-    prompt_time, first_step = times[0] - began, times[1] - times[0]
-    before = f"the prompt took {prompt_time:.2f} s, the first step {first_step:.2f} s"
-    return f"decoding: {rate:.0f} tokens/s; before it, {before}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -294,21 +268,6 @@ def unpadded(rows, places):
     """Batches (inputs, targets) without the windows that are repeated to fill the last batch."""
     pairs = data.eval_batches(rows, places, batch_size, device)
     return [(x[real], y[real]) for x, y in pairs for real in [(y >= 0).any(1)]]
-
-
-def choosing_rows(directory, rows, T):
-    """(rows on which mod_rate chooses what to skip, rows to score)
-
-    It chooses on training windows. Without shards it takes the first tenth of the text, which is
-    then not scored.
-    """
-    if directory is not None:
-        return data.Windows(directory, "train", T), rows
-    if text is None:
-        raise SystemExit(f"mod_rate={mod_rate} needs text: give --text or --data_dir")
-    chosen, scored = rows.divided()
-    print(f"the first {len(chosen.x):,} tokens of the text choose what to skip: not scored")
-    return chosen, scored
 
 
 def dial(model, rows):
@@ -363,8 +322,7 @@ def choose_parts(model, settings, has_shards):
     elif not has_text and reads:
         raise SystemExit(f"{', '.join(reads)}: this model has no shards: give --text or --data_dir")
     used_by = dict.fromkeys(("tasks", "task_dir", "limit", "num_fewshot"), ("tasks",))
-    if mod_rate is None or has_shards:  # else dial reads the text
-        used_by["text"] = ("loss", "depth", "mod")
+    used_by["text"] = ("loss", "depth", "mod")
     for key, users in used_by.items():
         if settings[key] is not None and not set(users) & set(parts):
             asked = f"which what={what!r} does not include"
@@ -418,8 +376,9 @@ def main():
     if text is not None:
         rows = TextWindows(texts, encoding, T, eval_tokens)
     if mod_rate is not None:
-        chosen, rows = choosing_rows(windows and windows.directory, rows, T)
-        dialled = dial(model, chosen)
+        if windows is None:
+            raise SystemExit(f"{mod_rate=} chooses what to skip on training text: give --data_dir")
+        dialled = dial(model, data.Windows(windows.directory, "train", T))
 
     print(f"{state['path']}: {', '.join([*dialled, *parts])}")
     path = os.path.join(out_dir, "eval.json")
@@ -427,8 +386,8 @@ def main():
     if os.path.exists(path):  # keep earlier parts if they belong to the same checkpoint
         old = json.load(open(path))
         report = old if old.items() >= report.items() else report
-    report["settings"] = report.get("settings", {}) | dict.fromkeys([*parts, *dialled], settings)
-    report["data"] = None if windows is None else windows.sha256
+    how = settings | {"data": None if windows is None else windows.sha256}
+    report["settings"] = report.get("settings", {}) | dict.fromkeys([*parts, *dialled], how)
     report |= dialled
     for part, result in answers(parts, model, rows, encoding):
         report[part] = result

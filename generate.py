@@ -107,7 +107,6 @@ def compiled_step(device):
     return step
 
 
-CHECK = 16  # steps between checks whether all rows have stopped; each check waits for the device
 SMALL = 4e6  # products of a step below which waking more CPU threads costs more than it saves
 
 
@@ -130,16 +129,14 @@ def stream_tokens(
     temperature=1.0,
     top_k=None,
     top_p=None,
-    stop=None,
     n_vocab=None,
     compile=False,
 ):
     """Yield the next token of each row of idx (B, T), as (B, 1), up to max_new_tokens times.
 
-    temperature: 0 is greedy. stop: an id that ends a row; the row then repeats it, and generation
-    ends at the first check after all rows have stopped. n_vocab: the number of ids the tokenizer
-    has, if the model's vocabulary is padded. compile: use compiled_step. The tokens are inference
-    tensors, which a training step refuses: clone them for one.
+    temperature: 0 is greedy. n_vocab: the number of ids the tokenizer has, if the model's
+    vocabulary is padded. compile: use compiled_step. The tokens are inference tensors, which a
+    training step refuses: clone them for one.
     When the context is full, its newest half becomes the new prompt.
     """
     size = model.config.block_size
@@ -149,8 +146,7 @@ def stream_tokens(
     cache = KVCache(model, idx.size(0), length, static=compile)
     params, all_threads = model.num_params(active=True), torch.get_num_threads()
     text, new, filled = [idx], idx[:, -size:], 0
-    done = torch.zeros_like(idx[:, :1], dtype=torch.bool)
-    for i in range(1, max_new_tokens + 1):
+    for _ in range(max_new_tokens):
         if filled + new.size(1) > size:
             new = torch.cat(text, dim=1)[:, -max(1, size // 2) :]
             text, filled = [new], 0
@@ -159,22 +155,13 @@ def stream_tokens(
         run = step if new.size(1) == 1 else next_token
         with threads(1 if params * new.numel() < SMALL else all_threads):
             new = run(model, new, cache, *options).clone()  # a CUDA graph reuses its output
-        if stop is not None:
-            new = new.masked_fill(done, stop)
-            done = done | (new == stop)
         text.append(new)
         yield new
-        if stop is not None and i % CHECK == 0 and done.all():
-            return
 
 
-def generate(model, idx, max_new_tokens, stop=None, **options):
-    """idx (B, T) followed by the tokens of stream_tokens, cut where the last row stops."""
-    text = torch.cat((idx, *stream_tokens(model, idx, max_new_tokens, stop=stop, **options)), dim=1)
-    if stop is None:
-        return text
-    before = (text[:, idx.size(1) :] == stop).cumsum(1) == 0  # tokens before a row's first stop
-    return text[:, : idx.size(1) + 1 + int(before.sum(1).max())]
+def generate(model, idx, max_new_tokens, **options):
+    """idx (B, T) followed by the tokens of stream_tokens."""
+    return torch.cat((idx, *stream_tokens(model, idx, max_new_tokens, **options)), dim=1)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bhyt
+import configurator
 import mod
 import moe
 import nag
@@ -516,8 +517,15 @@ CHOICES = {  # settings that must be one of some names
     "attn_bias": (None, "none", "qkv", "all"),
 }
 
-AT_LEAST_1 = "n_layer n_head n_kv_head head_dim n_embd n_hidden block_size vocab_size".split()
-AT_LEAST_1 += "bhyt_context hc_streams attnres_size".split()
+AT_LEAST_1 = "n_layer n_head n_kv_head head_dim n_embd n_hidden block_size vocab_size"
+AT_LEAST_1 += " bhyt_context hc_streams attnres_size"
+ABOVE_0 = "rope_base init_scale embed_scale logit_cap norm_eps nag_first_logits"
+RANGES = (
+    (AT_LEAST_1, lambda v: v >= 1, "at least 1"),
+    (ABOVE_0, lambda v: 0 < v < math.inf, "above 0 and finite"),
+    ("smear head_scale moe_shared nag_directions", lambda v: v >= 0, "at least 0"),
+    ("dropout mod_rate", lambda v: 0 <= v < 1, "at least 0 and below 1"),
+)
 
 
 def numbers(values, n):
@@ -529,9 +537,7 @@ def numbers(values, n):
 def check(config):
     """Raise a ValueError that names the setting and says what it may be."""
     c, C, H, G = config, config.n_embd, config.n_head, config.n_kv_head or config.n_head
-    for name in AT_LEAST_1:
-        if getattr(c, name) is not None and getattr(c, name) < 1:
-            raise ValueError(f"{name}={getattr(c, name)}: give at least 1")
+    configurator.check(vars(c), RANGES, ValueError)
     for name, choices in CHOICES.items():
         pick(dict.fromkeys(choices), getattr(c, name), name)
     alphas = numbers(c.dyt_alpha, 3)
@@ -543,11 +549,6 @@ def check(config):
     scales = scales and (len(scaling) == 1 or scaling[1] < scaling[2])
     experts = not c.moe_experts or 1 <= c.moe_top_k <= c.moe_experts
     rules = (
-        (c.rope_base > 0, f"rope_base={c.rope_base}: must be above 0"),
-        (c.init_scale > 0, f"init_scale={c.init_scale}: must be above 0"),
-        (c.embed_scale is None or c.embed_scale > 0, f"embed_scale={c.embed_scale}: above 0"),
-        (c.smear >= 0, f"smear={c.smear}: must be at least 0"),
-        (c.logit_cap is None or 0 < c.logit_cap < math.inf, f"logit_cap={c.logit_cap}: above 0"),
         (not c.tied or c.head_scale in unset, f"head_scale={c.head_scale} needs tied=False"),
         (
             not c.tied or c.embed_scale != GPTConfig.embed_scale,
@@ -561,7 +562,6 @@ def check(config):
             or (c.head_scale is None and not c.tied),
             f"init={c.init!r} does not use init_scale={c.init_scale}",
         ),
-        (0 <= c.dropout < 1, f"dropout={c.dropout}: give a share, 0 <= dropout < 1"),
         (c.head_dim or C % H == 0, f"n_embd={C} does not divide into n_head={H} heads"),
         (
             head_width(c) % 2 == 0,
@@ -573,10 +573,6 @@ def check(config):
         (H % G == 0, f"n_head={H} query heads do not divide over n_kv_head={G}"),
         (alphas, f"dyt_alpha={c.dyt_alpha!r}: give three starts"),
         (lambdas, f"bhyt_lambda={c.bhyt_lambda!r}: give three starts, two above 0, one at least 0"),
-        (0 < c.norm_eps < math.inf, f"norm_eps={c.norm_eps}: must be above 0"),
-        (c.head_scale is None or c.head_scale >= 0, f"head_scale={c.head_scale}: at least 0"),
-        (c.moe_shared >= 0, f"moe_shared={c.moe_shared}: must be at least 0"),
-        (0 <= c.mod_rate < 1, f"mod_rate={c.mod_rate}: give 0 <= rate < 1"),
         (c.mod_on == "none" or c.mod_rate > 0, f"mod_on={c.mod_on!r} needs mod_rate above 0"),
         (
             experts,

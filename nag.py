@@ -147,10 +147,6 @@ class NAGEnds(NoEnds):
     def __init__(self, config):
         super().__init__(config)
         refuse_norm(config, "nag")
-        for name, least in (("nag_directions", 0), ("nag_first_logits", 1e-3)):
-            value = getattr(config, name)
-            if value is not None and not least <= value < math.inf:
-                raise ValueError(f"{name}={value}: give at least {least}")
         self.g_enc = nn.Parameter(torch.empty(1)) if config.nag_lane else None
         self.g_dec = nn.Parameter(torch.empty(1))
         self.start = start_of_g_dec(config)

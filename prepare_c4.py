@@ -261,7 +261,6 @@ def open_meta(directory, name, encoding, settings, train, val):
         "tokenizer_sha256": data.fingerprint(encoding).hex(),
         "vocab_size": encoding.n_vocab,
         "eot": encoding.eot_token,
-        "dtype": data.token_dtype(encoding.n_vocab).name,
         "shard_tokens": settings["shard_tokens"],
         "made_from": {key: settings[key] for key in sources},
         "input_files": hashlib.sha256(json.dumps(sizes).encode()).hexdigest(),
@@ -278,8 +277,9 @@ def open_meta(directory, name, encoding, settings, train, val):
         if any(split["shards"] for split in old["splits"].values()):
             different = f"{directory} was prepared with another {', '.join(differs)}"
             raise SystemExit(f"{different}: choose another --data_dir")
-    if local:
-        shutil.copyfile(name, os.path.join(directory, meta["tokenizer"]))
+    own = os.path.join(directory, meta["tokenizer"])
+    if local and os.path.realpath(name) != os.path.realpath(own):
+        shutil.copyfile(name, own)
     data.write_json(path, meta)
     return meta
 

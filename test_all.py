@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -36,7 +35,6 @@ import checkpoint as checkpoints
 import configurator
 import data as data_file
 import depth
-import eval as ask
 import generate
 import lora
 import machine
@@ -138,18 +136,6 @@ def test_settings_take_values_of_their_type_in_the_order_given(tmp_path):
         assert list(configurator.read_settings(text)) == ["b"]
 
 
-@cases("text, value", [
-    ("64*2", 128), ("-(2 + 1) * 4", -12), ("2**10 // 3", 341), ("256 / 2", 128), ("--8", 8),
-])  # fmt: skip
-def test_settings_take_arithmetic_with_numbers(tmp_path, text, value):
-    (tmp_path / "x.py").write_text(f"n_embd = {text}\nmin_lr = 3e-3 / 10\nout_dir = '1-2'")
-    by_hand = [f"--n_embd={text}", "--min_lr=3e-3/10", "--out_dir=1-2"]
-    for argv in (by_hand, [str(tmp_path / "x.py")]):
-        values = configure(*argv)[0]
-        assert values["n_embd"] == value and type(values["n_embd"]) is int
-        assert values["min_lr"] == 3e-3 / 10 and values["out_dir"] == "1-2"
-
-
 def test_a_run_begins_with_the_settings_that_are_not_the_defaults(capsys):
     values = configure("--n_layer=3", "--out_dir=x", "--seed=1337", "--gate_lr=None")[0]
     configurator.echo(values)
@@ -168,11 +154,12 @@ def test_a_run_begins_with_the_settings_that_are_not_the_defaults(capsys):
     ("--gate_lr=lots", "gate_lr expects float or None, got 'lots' (str)"),
     ("--n_layer", "--n_layer: write it as --key=value"),
     ("nowhere.py", "nowhere.py: no such config file"),
+    ("include = 'x.py'", "x.py: includes itself"),
     ("n_laye = 5", "x.py: there is no setting 'n_laye'"),
     *((f"n_layer = {bad}", "x.py, line 1: expected key") for bad in (
-        "open('y')", "n + 1", "-'a'", "1 / 0", "10**10**10", "9.0**999", "2 % 2",
+        "open('y')", "n + 1", "-'a'", "2 * 4",
     )),
-    ("--n_layer=10**10**10", "n_layer expects int, got '10**10**10'"),
+    ("--n_layer=2*4", "n_layer expects int, got '2*4'"),
 ])  # fmt: skip
 def test_settings_refuse_with_a_line_that_says_what_to_do(tmp_path, arg, message):
     (tmp_path / "x.py").write_text(arg)
@@ -674,18 +661,6 @@ def test_generation():
     assert generate.generate(tiny(block_size=1), idx, 3).shape == (2, 7)
     assert generate.generate(model, idx, 50, n_vocab=10, temperature=5.0)[:, 4:].max() < 10
     assert len(list(generate.stream_tokens(model, idx, 5))) == 5
-    stop = int(text[0, 6])
-    end = text[0, 4:].tolist().index(stop)
-    out = generate.generate(model, idx[:1], 20, temperature=0, stop=stop)
-    assert torch.equal(out, text[:1, : 4 + end + 1])
-    twice = [*generate.stream_tokens(model, idx[[0, 0]], 30, temperature=0, stop=stop)]
-    assert len(twice) == generate.CHECK and all((ids == stop).all() for ids in twice[end:])
-    alone = [generate.generate(model, row[None], 20, temperature=0, stop=stop)[0] for row in idx]
-    both = generate.generate(model, idx, 20, temperature=0, stop=stop)
-    short, long = map(len, alone)
-    assert short < long == both.size(1)  # a batch ends where its last row does
-    assert torch.equal(both[1], alone[1]) and torch.equal(both[0, :short], alone[0])
-    assert (both[0, short:] == stop).all()
     for how in (dict(top_k=0), dict(top_p=0.0), dict(temperature=-1.0)):
         with pytest.raises(ValueError, match="top_k at least 1"):
             generate.generate(model, idx, 1, **how)
@@ -847,7 +822,7 @@ ANY_NAME = dict(MOD, residual="prenorm", mod_router="learned", moe_experts=2)
       n_layer=0, dropout=1.0, init_scale=0.0, rope_base=0.0, nag_directions=-1,
       nag_first_logits=0.0, logit_cap=math.inf, norm_eps=-1e-6, bhyt_context=-8,
       head_scale=-1.0).items()],
-    (dict(nag_first_logits=math.nan), "nag_first_logits=nan: give at least"),
+    (dict(nag_first_logits=math.nan), "nag_first_logits=nan: must be above 0"),
     (dict(moe_experts=2, moe_shared=-4), "moe_shared=-4: must be at least 0"),
     (dict(residual="prenrm"), "residual='prenrm': choose one of none, postnorm, prenorm"),
     (dict(residual="ngpt", init_out="zero"), "does not use init_out: leave it at None"),
@@ -864,7 +839,8 @@ ANY_NAME = dict(MOD, residual="prenorm", mod_router="learned", moe_experts=2)
     (dict(moe_top_k=3), "moe_top_k needs moe_experts above 0"),
     (dict(moe_experts=2, moe_top_k=3), "moe_experts=2, moe_top_k=3"),
     (dict(mod_rate=0.5), "mod_rate needs mod_on"), (dict(mod_fallback=True), "needs mod_on"),
-    (dict(mod_on="both", mod_rate=1.0), "0 <= rate < 1"), (dict(mod_on="mlp"), "mod_rate above 0"),
+    (dict(mod_on="both", mod_rate=1.0), "mod_rate=1.0: must be at least 0 and below 1"),
+    (dict(mod_on="mlp"), "mod_rate above 0"),
     (dict(MOD, nag_directions=0), "needs nag_directions above 0"),
     (dict(MOD, residual="lns"), "mod_router='nag' needs residual='nag'"),
     (dict(MOD, mod_router="learned", mod_fallback=True), "does not use mod_fallback"),
@@ -1491,6 +1467,7 @@ def test_a_shard_that_has_changed_is_found(data, tmp_path, capsys):
     ("--val_share=0", "no validation text"), ("--source=empty.jsonl", "there is no text for val"),
     ("--tokenizer=gpt5", "choose bytes, a .tiktoken file, a tokenizer.json, or one of gpt2"),
     ("--tokenizer=my.tiktoken", "my.tiktoken: no such tokenizer file"),
+    ("--tokenizer=bad.tiktoken", "bad.tiktoken: not lines of base64 and rank"),
     ("--source=a.jsonl --data_dir=made", "prepared with another made_from"),
     ("--source=cut.jsonl", "cut.jsonl cannot be read"), ("--workers=0", "at least 1"),
     ("--source=latin.txt", "latin.txt cannot be read"), ("--source=nothing.jsonl", "no text for"),
@@ -1498,6 +1475,7 @@ def test_a_shard_that_has_changed_is_found(data, tmp_path, capsys):
 def test_preparation_refuses_what_it_cannot_do(texts, argv, message):
     (texts / "bad.jsonl").write_text('{"body": "x"}\n')
     (texts / "cut.jsonl").write_text('{"text": "x"}\n{"text": "y')
+    (texts / "bad.tiktoken").write_text("abc")
     (texts / "latin.txt").write_bytes("Grüße".encode("latin1"))
     (texts / "nothing.jsonl").write_text("")
     write_jsonl(texts / "empty.jsonl", [""])
@@ -1532,34 +1510,12 @@ def test_batches_depend_only_on_seed_step_and_place_and_cover_an_epoch_once(data
     loader, n = data_file.Loader(windows, 1, 1, seed=1), len(windows)
     epochs = [[loader.indices(e * n + i, 0)[0] for i in range(n)] for e in range(3)]
     assert all(sorted(e) == list(range(n)) for e in epochs) and epochs[0] != epochs[1]
+    for epoch, order in enumerate(epochs):  # recorded runs have this order
+        assert order == np.random.default_rng((1, epoch)).permutation(n).tolist()
     for step in (0, 1, 2, 7, 8, 3, 0):  # read ahead, jump, go back
         x, y = loader.batch(step, 0)
         row = windows[loader.indices(step, 0)[0]].tolist()
         assert x[0].tolist() == row[:-1] and y[0].tolist() == row[1:]
-
-
-@cases("n", [1, 2, 3, 10, 97, 1024, 5000])
-def test_the_order_of_large_data_is_computed_and_takes_each_window_once(monkeypatch, n):
-    monkeypatch.setattr(data_file, "PERMUTE_UP_TO", 0)
-    loader = data_file.Loader(range(n), 1, 1, seed=1)
-    epochs = [[loader.shuffled(epoch * n + i) for i in range(n)] for epoch in range(2)]
-    epochs.append([data_file.Loader(range(n), 1, 1, seed=2).shuffled(i) for i in range(n)])
-    assert all(sorted(order) == list(range(n)) for order in epochs)
-    if n > 1000:
-        for one, two in itertools.combinations([range(n), *epochs], 2):
-            table = np.histogram2d(one, two, bins=10)[0]  # chi-squared, 81 degrees of freedom
-            assert ((table - n / 100) ** 2 / (n / 100)).sum() < 140
-            assert np.equal(one, two).sum() < 10
-        assert all(np.isin(np.diff(order), (-1, 1)).sum() < 10 for order in epochs)
-
-
-def test_the_order_of_large_data_needs_no_memory():
-    loader = data_file.Loader(range(160 * 10**9), 4, 1, seed=1)
-    tracemalloc.start()
-    places = [i for step in range(100) for i in loader.indices(step, 0)]
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1e6 and len({*places}) == 400 and max(places) > 150 * 10**9
 
 
 # --- Training -------------------------------------------------------------------------------------
@@ -1956,7 +1912,7 @@ BAD_INPUT = {
         ("--warmup_iters=1.5", "must be whole steps, or a share of all below 1"),
         ("--min_lr=1.0", "must be from 0 to learning_rate"),
         ("--wsd_share=0.3 --schedule=cosine", "wsd_share=0.3 needs schedule='wsd'"),
-        ("--n_head=3", "does not divide into n_head=3"), ("--n_kv_head=0", "give at least 1"),
+        ("--n_head=3", "does not divide into n_head=3"), ("--n_kv_head=0", "must be at least 1"),
         ("--rope_base=0", "must be above 0"), ("--vocab_size=100", "set --vocab_size=257 or more"),
         ("--block_size=30000", "shorter than one window"), ("--data_dir=/x", "/x holds no prepar"),
         ("--total_batch_tokens=200", "do not divide over 1 ranks in sequences of 32 tokens"),
@@ -1985,6 +1941,7 @@ BAD_INPUT = {
     "bench.py": [
         ("--what=speed", "choose one of forward"), ("--modes=nagg", "choose one of none"),
         ("--rounds=1", "at least 2"), ("--rates=2", "shares below 1"), ("--ranks=0", "above 0"),
+        ("--new_tokens=a", "numbers above 0"), ("--batches_of=0", "numbers above 0"),
     ],
 }  # fmt: skip
 
@@ -2306,8 +2263,6 @@ def test_eval_measures_the_stream_by_depth(data, runs, capsys, run):
     norm, entropy = streams[4].norm(dim=-1).flatten(), -(p * p.log()).sum(-1).flatten()
     correlation = torch.corrcoef(torch.stack([norm.log(), entropy]))[0, 1].item()
     assert seen["norm and entropy"] == pytest.approx(correlation, abs=1e-3)
-    groups = entropy[norm.argsort()].view(10, 64).mean(1).tolist()
-    assert seen["by norm"]["entropy"] == pytest.approx(groups, rel=1e-3)
     confidence, right = p.max(-1).values, (p.argmax(-1) == y).float()
     bins = [(confidence >= low / 10) & (confidence < (low + 1) / 10) for low in range(10)]
     gaps = [abs((confidence[bin] - right[bin]).sum().item()) / 640 for bin in bins]
@@ -2499,10 +2454,6 @@ def test_a_sample_begins_with_end_of_text_and_every_setting_matters(runs, monkey
     assert seen == [([[256, 97, 98]], False), ([[256, 97, 98]], True)]
     changes = dict(prompt="x", temperature=0, top_k=1, top_p=0.1, seed=2, max_new_tokens=3)
     assert all(text({key: value}) != base for key, value in changes.items())
-    speed = ask.decoding_speed(0.0, [5.0, 9.0, 9.5, 10.0])
-    before = "the prompt took 5.00 s, the first step 4.00 s"
-    assert speed == f"decoding: 2 tokens/s; before it, {before}"
-    assert "too few" in ask.decoding_speed(0.0, [5.0])
 
 
 @cases("residual", ["nag", "prenorm", "bhyt"])

@@ -11,5 +11,5 @@ include = "nag_replication_broken.py"
 
 out_dir = "out/nag_replication_repaired"
 
-gate_lr = 4e-3 / 12
+gate_lr = 0.0003333333333333333  # 4e-3 / 12
 alpha_warmup_iters = 600

@@ -146,14 +146,15 @@ def selected(plan):
     """A plan with only the names and values asked for, and what these names are compared with."""
     changes, full = plan
     wanted = names.split(",") if names else [*changes]
-    some = [int(value) for value in values.split(",")] if values else [*full]
-    unknown = {*wanted} - {*changes} | {*some} - {*full}
+    by_text = {str(value): value for value in full}
+    some = values.split(",") if values else [*by_text]
+    unknown = {*wanted} - {*changes} | {*some} - {*by_text}
     if unknown:
-        choices = ", ".join(map(str, (*changes, *full)))
-        raise SystemExit(f"{', '.join(map(str, unknown))}: choose from {choices}")
+        choices = ", ".join((*changes, *by_text))
+        raise SystemExit(f"{', '.join(unknown)}: choose from {choices}")
     bases = [base_of(changes, name) for name in wanted]
     changes = {name: changes[name] for name in (*bases, *wanted)}
-    return changes, {value: full[value] for value in some}
+    return changes, {by_text[each]: full[by_text[each]] for each in some}
 
 
 def runs_of(changes, settings_of, lines_of, optimizer="muon"):

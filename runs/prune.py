@@ -50,6 +50,8 @@ def main():
     prepare_process(device)
     dtype, (state, model) = pick_dtype("auto", device.type), load_model(out_dir, device)
     folder, T = data_dir or state["settings"]["data_dir"], model.config.block_size
+    if folder is None:
+        raise SystemExit(f"{out_dir} was imported without shards: give --data_dir")
     train, val = (Windows(folder, split, T) for split in ("train", "val"))
     batches = [x for x, _ in eval_batches(train, spread(train, score_tokens), batch_size, device)]
     val_batches = [*eval_batches(val, spread(val, eval_tokens), batch_size, device)]

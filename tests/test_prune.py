@@ -12,7 +12,6 @@ import checkpoint as checkpoints
 import data as data_file
 import depth
 import generate
-import mod
 import prune
 from checkpoint import load_model
 from model import evaluate
@@ -238,6 +237,7 @@ def test_eval_prunes_a_model_without_routers(data, trained, capsys):
     val_batches = data_file.eval_batches(val, data_file.spread(val, 2048), 8, "cpu")
     assert report["loss"]["loss"] == pytest.approx(evaluate(model, val_batches), abs=1e-5)
     assert report["settings"]["prune"]["mod_rate"] == 0.25
+    assert report["settings"]["loss"]["data"] == data_file.Windows(data, "val", 32).sha256
     how |= dict(prune_unit="block", prune_by="random", seed=5)
     found = evaluated(trained / "dense", "loss", **how)["prune"]["skipped"]
     assert found == [f"block {torch.rand(4, generator=torch.Generator().manual_seed(5)).argmin()}"]
@@ -245,40 +245,13 @@ def test_eval_prunes_a_model_without_routers(data, trained, capsys):
     assert found["prune"] == {"skipped": [], "FLOPs left": 1}
 
 
-@cases("run", ["dense", "routed"])
-def test_without_shards_a_tenth_of_the_text_chooses_and_is_not_scored(
-    trained, tmp_path, monkeypatch, run
-):
-    state = checkpoints.load(str(trained / run))
+def test_without_shards_nothing_chooses_what_to_skip(trained, tmp_path):
+    state = checkpoints.load(str(trained / "dense"))
     state["settings"] |= {"data_dir": None}
     checkpoints.save(str(tmp_path / "ckpt.pt"), state)
-    characters = "".join(chr(32 + i * i % 90) for i in range(20 * 32 - 1))
-    (tmp_path / "a.txt").write_text(characters)
-    chosen_on = []
-
-    def spied(real, model, batches, *how):
-        chosen_on.extend(batches)
-        return real(model, batches, *how)
-
-    for file, name in ((prune, "prune"), (mod, "calibrate")):
-        monkeypatch.setattr(file, name, functools.partial(spied, getattr(file, name)))
-    how = dict(text=tmp_path / "a.txt", mod_rate=0.25)
-    report = evaluated(tmp_path, "loss,depth", depth_tokens=10**6, **how)
-    ids = torch.tensor([256, *characters.encode(), 256])
-    assert torch.cat(chosen_on).tolist() == ids[: 2 * 32].view(2, 32).tolist()
-    assert report["loss"]["tokens"] == 18 * 32
-    assert report["depth"]["calibration"]["share"] and "sample" not in report
-
-    model = checkpoints.load_model(tmp_path)[1]
-    first = [ids[: 2 * 32].view(2, 32)]
-    if run == "dense":
-        prune.prune(model, first, 0.25)
-    else:
-        mod.calibrate(model, first, True, 0.25)
-    x, y = ids[2 * 32 : -1].view(18, 32), ids[2 * 32 + 1 :].view(18, 32)
-    assert report["loss"]["loss"] == pytest.approx(evaluate(model, [(x, y)]), abs=1e-5)
-    (tmp_path / "a.txt").write_text("short")
-    refuses("is too short to choose what to skip", evaluated, tmp_path, "loss", **how)
+    (tmp_path / "a.txt").write_text("x = 1\n" * 20)
+    why = "mod_rate=0.25 chooses what to skip on training text: give --data_dir"
+    refuses(why, evaluated, tmp_path, "loss", text=tmp_path / "a.txt", mod_rate=0.25)
 
 
 def test_eval_refuses_to_prune_a_model_with_routers(trained):

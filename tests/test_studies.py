@@ -525,6 +525,10 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
     monkeypatch.setattr(lead, "names", "nanorm")
     with pytest.raises(SystemExit, match="nanorm: choose from prenorm, nag"):
         lead.selected(lead.PLANS["tokens"])
+    monkeypatch.setattr(lead, "names", None)
+    monkeypatch.setattr(lead, "values", "1e3")
+    with pytest.raises(SystemExit, match="1e3: choose from prenorm, nag"):
+        lead.selected(lead.PLANS["tokens"])
 
 
 def test_lead_times_only_what_has_finished(place, monkeypatch, capsys):
