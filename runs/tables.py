@@ -289,6 +289,26 @@ def experts():
     return (*head, "verdict"), rows
 
 
+def of_streams():
+    """What mhc and ihc owe to parameters and to several streams, with seeds of their own."""
+    found = {name: lines for (name, _), lines in lead_lines("streams").items()}
+    pairs = {
+        "prenorm": ("prenorm as large as mhc", "mhc", "ihc with one stream", "ihc"),
+        "prenorm as large as mhc": ("mhc",),
+        "ihc with one stream": ("ihc",),
+    }
+    rows = []
+    for base, names in pairs.items():
+        for name in names:
+            if {name, base} <= found.keys():
+                ours, theirs = found[name], found[base]
+                params = [f"{lines[0]['params']:,}" for lines in (ours, theirs)]
+                n = min(len(ours), len(theirs))
+                rows.append((name, base, *params, n, *decided([gap_of(ours, theirs)])))
+    head = ("model", "minus", "parameters", "parameters of the other", "seeds", "difference")
+    return (*head, "verdict"), rows
+
+
 def copiers():
     """When the model of each seed starts to copy, and the losses at the end."""
     found = {}
@@ -588,8 +608,8 @@ def speed():
 
 TABLES = {
     "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"), "at size": at_size,
-    "lengths": lengths,
-    "depths": depths, "experts": experts, "copying": copiers, "early": early, "parts": parts,
+    "lengths": lengths, "depths": depths, "streams": of_streams, "experts": experts,
+    "copying": copiers, "early": early, "parts": parts,
     "mixtures": mixtures, "inside": inside, "earlier": earlier, "speed": speed,
     "recipe": lambda: (recipe.HEAD, [*recipe.rows(find, measure=False)]),
     "conversion": conversion,
