@@ -380,8 +380,7 @@ def test_what_a_user_does_with_an_imported_model(model_folder, tmp_path):
     report = evaluated(out, "loss,depth,sample", text=book, **how)
     assert report["loss"]["bytes"] == len(TEXT.encode()) and len(report["depth"]["dropped"]) == 3
     refuses("give --text or --data_dir", evaluated, out, "loss")
-    report = evaluated(out, "loss", text=book, mod_rate=0.34, prune_unit="block", **how)
-    assert len(report["prune"]["skipped"]) == 1
+    refuses("on training text: give --data_dir", evaluated, out, "loss", text=book, mod_rate=0.34)
     start = dict(init_from=out, out_dir=tmp_path / "x")
     refuses("without a learning rate: give one", script, "train.py", **start)
     refuses("imported without shards", script, "train.py", **start, learning_rate=1e-3)
