@@ -519,10 +519,11 @@ CHOICES = {  # settings that must be one of some names
 
 AT_LEAST_1 = "n_layer n_head n_kv_head head_dim n_embd n_hidden block_size vocab_size"
 AT_LEAST_1 += " bhyt_context hc_streams attnres_size"
-ABOVE_0 = "rope_base init_scale embed_scale logit_cap norm_eps nag_first_logits"
+ABOVE_0 = "rope_base init_scale embed_scale logit_cap norm_eps"
 RANGES = (
     (AT_LEAST_1, lambda v: v >= 1, "at least 1"),
     (ABOVE_0, lambda v: 0 < v < math.inf, "above 0 and finite"),
+    ("nag_first_logits", lambda v: 1e-3 <= v < math.inf, "at least 0.001 and finite"),
     ("smear head_scale moe_shared nag_directions", lambda v: v >= 0, "at least 0"),
     ("dropout mod_rate", lambda v: 0 <= v < 1, "at least 0 and below 1"),
 )

@@ -98,8 +98,8 @@ def compared(optimizer):
     return sorted(found, key=lambda each: each["steps"] or (math.inf, 0))
 
 
-def lines_of(optimizer, mode):
-    """The lines of the seeds of a mode."""
+def judged_lines(optimizer, mode):
+    """The lines of a mode's seeds."""
     return judged(optimizer)[0][mode][1][1.0]
 
 
@@ -141,7 +141,7 @@ def judge_facts():
     yield "median half-width", f"{median(half_widths):.4f}"
     able = [stats.detectable(half, each["n"]) for half, each in zip(half_widths, decidable)]
     yield "difference to be found", f"{median(able):.3f}"
-    ihc, mhc = (lines_of("muon", mode) for mode in ("ihc", "mhc"))
+    ihc, mhc = (judged_lines("muon", mode) for mode in ("ihc", "mhc"))
     yield "ihc minus mhc", plus_minus(gap_of(ihc, mhc))
     commits = [line["commit"] for line in study.finished("judge").values()]
     share = mean(commit.endswith("+changes") for commit in commits)
@@ -159,7 +159,7 @@ def verdict_facts():
     theirs = judged("muon")[0][BASELINE][1]
     ahead, fragile = Counter(), 0
     for each in compared("muon"):
-        word, ours = verdict([each["steps"]]), lines_of("muon", each["mode"])
+        word, ours = verdict([each["steps"]]), judged_lines("muon", each["mode"])
         fragile += verdict([gap_of(ours, theirs["half"])]) != word
         ahead[word] += leads(ours, theirs[1.0], [1000])[0] < 0
     yield "fragile at half its rate", fragile
@@ -176,7 +176,7 @@ def at_size():
         by_length = {n: losses_of(lines) for n, lines in theirs.items() if isinstance(n, float)}
         for each in compared(optimizer):
             if verdict([each["steps"]]) == "better":
-                ours = lines_of(optimizer, each["mode"])
+                ours = judged_lines(optimizer, each["mode"])
                 params = each["params"] / theirs[1.0][0]["params"]
                 flops = flops_of(ours) / flops_of(theirs[1.0])
                 gap = stats.gap_at(flops, losses_of(ours), by_length)
@@ -219,7 +219,7 @@ def lengths():
     found, changes = lead_lines("tokens"), lead.PLANS["tokens"][0]
     theirs = {steps: losses_of(of) for (name, steps), of in found.items() if name == BASELINE}
     other_rate = [(n, losses_of(of)) for (name, n), of in found.items() if name in lead.OTHER_RATES]
-    one = judged("muon")[0][BASELINE][1][1.0][0]
+    one = judged_lines("muon", BASELINE)[0]
     per_step = one["tokens"] / one["steps"] / one["params"]
     head = ("mode", "steps", "bytes per parameter", "at equal steps")
     head += ("from pre-norm at another rate", "verdict on both")
@@ -292,19 +292,15 @@ def experts():
 def of_streams():
     """What mhc and ihc owe to parameters and to several streams, with seeds of their own."""
     found = {name: lines for (name, _), lines in lead_lines("streams").items()}
-    pairs = {
-        "prenorm": ("prenorm as large as mhc", "mhc", "ihc with one stream", "ihc"),
-        "prenorm as large as mhc": ("mhc",),
-        "ihc with one stream": ("ihc",),
-    }
+    large, narrow = "prenorm as large as mhc", "ihc with one stream"
+    pairs = [(name, BASELINE) for name in (large, "mhc", narrow, "ihc")]
     rows = []
-    for base, names in pairs.items():
-        for name in names:
-            if {name, base} <= found.keys():
-                ours, theirs = found[name], found[base]
-                params = [f"{lines[0]['params']:,}" for lines in (ours, theirs)]
-                n = min(len(ours), len(theirs))
-                rows.append((name, base, *params, n, *decided([gap_of(ours, theirs)])))
+    for name, base in [*pairs, ("mhc", large), ("ihc", narrow)]:
+        if {name, base} <= found.keys():
+            ours, theirs = found[name], found[base]
+            params = [f"{lines[0]['params']:,}" for lines in (ours, theirs)]
+            n = min(len(ours), len(theirs))
+            rows.append((name, base, *params, n, *decided([gap_of(ours, theirs)])))
     head = ("model", "minus", "parameters", "parameters of the other", "seeds", "difference")
     return (*head, "verdict"), rows
 
@@ -346,7 +342,8 @@ def early():
     for optimizer in OPTIMIZERS:
         trained = judged(optimizer)[0]
         choice, theirs = trained[BASELINE]
-        pairs = {mode: (trained[mode][1][1.0], theirs[1.0]) for mode in modes if mode in trained}
+        known = [mode for mode in modes if mode in trained]
+        pairs = {mode: (judged_lines(optimizer, mode), theirs[1.0]) for mode in known}
         pairs[f"{BASELINE} at half its rate"] = theirs["half"], theirs[1.0]
 
         for mode in ("nag", "ihc") if optimizer == "muon" else ():
@@ -370,7 +367,7 @@ def parts():
         for name, _, loss, gap in found:
             time = f"{times[name][1]:.2f}" if name in times else ""
             rows.append((what, name, f"{loss:.4f}", *decided([gap]), corrected[name], time))
-    measured, predicted = (lines_of("muon", mode) for mode in ("bhyt_exact", "bhyt"))
+    measured, predicted = (judged_lines("muon", mode) for mode in ("bhyt_exact", "bhyt"))
     loss = f"{mean(losses_of(measured)):.4f}"
     gap = decided([gap_of(measured, predicted)])
     rows.append(("bhyt", "variance measured (5 seeds)", loss, *gap, "", ""))

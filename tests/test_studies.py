@@ -685,8 +685,8 @@ def test_sentences_written_by_hand_agree_with_the_results():
     assert {mode for mode in better if at_time[mode] == "undecided"} == {"ihc", "attnres_block"}
     at_flops = {row[0]: row[-1] for row in tables.at_size()[1] if row[0] in better}
     assert {mode for mode in better if at_flops[mode] == "undecided"} == {"mhc"}
-    theirs = tables.lines_of("muon", "prenorm")
-    early = {mode: tables.leads(tables.lines_of("muon", mode), theirs, [1000])
+    theirs = tables.judged_lines("muon", "prenorm")
+    early = {mode: tables.leads(tables.judged_lines("muon", mode), theirs, [1000])
              for mode in RESIDUALS}  # fmt: skip
     assert {*sorted(early, key=early.get)[:5]} == better  # "lead by the most"
     gap, half = map(float, tables.number("facts", "ihc minus mhc", "value").split(" ± "))
