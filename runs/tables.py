@@ -200,7 +200,8 @@ def lead_lines(what, optimizer="muon"):
         plan = {name: changes[name]}, {value: settings_of[value]}, find, optimizer
         with suppress(NotFinished):  # not tuned yet
             runs = lead.runs_of(*plan)[at]
-            lines = with_most_seeds((len(runs), 3), lambda n, runs=runs: find("lead", runs[:n]))
+            numbers = range(len(runs), 2, -1)  # of seeds: all, or the first ones
+            lines = with_most_seeds(numbers, lambda n, runs=runs: find("lead", runs[:n]))
             if lines:
                 found[at] = lines
     return found
