@@ -254,11 +254,19 @@ def by_depth():
     return found
 
 
+def growth(pairs):
+    """The change of a difference when the number of blocks doubles, without diverged runs."""
+    gaps = {math.log2(n): differences(*pair) for n, pair in pairs.items() if gap_of(*pair)}
+    return plus_minus(stats.slope(gaps)) if len(gaps) > 1 else ""
+
+
 def curves_by_depth():
-    """{name: {number of blocks: interval}} for the figure, without those where a run diverged."""
+    """{label: {number of blocks: interval}} for the figure, without those where a run diverged."""
     return {
-        ", ".join(name): {n: gap for n, pair in pairs.items() if (gap := gap_of(*pair))}
-        for name, pairs in by_depth().items()
+        f"{mode}, {optimizer}: {growth(pairs)} when doubled": {
+            n: gap for n, pair in pairs.items() if (gap := gap_of(*pair))
+        }
+        for (mode, optimizer), pairs in by_depth().items()
     }
 
 
@@ -267,9 +275,7 @@ def depths():
     rows = []
     for name, pairs in by_depth().items():
         cells = [plus_minus(gap_of(*pairs[n])) if n in pairs else "" for n in DEPTHS]
-        gaps = {math.log2(n): differences(*pair) for n, pair in pairs.items() if gap_of(*pair)}
-        growth = stats.slope(gaps) if len(gaps) > 1 else None
-        rows.append((*name, *cells, plus_minus(growth)))
+        rows.append((*name, *cells, growth(pairs)))
     return ("mode", "optimizer", *(f"{n} blocks" for n in DEPTHS), "when doubled"), rows
 
 
@@ -413,8 +419,9 @@ def mixtures():
             rows.append((*cells, *[""] * 5))
             continue
         at_flops = stats.interval(at_equal_flops(lines))
-        at_times = [stats.interval(minus_dense(lines, steps * ratio)) for ratio in times[name]]
-        time = f"{times[name][1]:.2f}"
+        ratios = times.get(name, ())
+        at_times = [stats.interval(minus_dense(lines, steps * ratio)) for ratio in ratios]
+        time = f"{ratios[1]:.2f}" if ratios else ""
         rows.append((*cells, *decided([at_flops]), time, *decided(at_times)))
     head = ("model", "skip in evaluation", "FLOPs", "loss", "at equal steps")
     head += ("at equal FLOPs", "verdict at equal FLOPs")
@@ -440,8 +447,8 @@ def lead_facts():
         copy = [copying.copies(*line["depth"]["copying"]) for line in lines]
         yield f"{mode} copies with AdamW and 4 blocks", f"{sum(copy)} of {len(copy)}"
     pairs = by_depth()["nag", "AdamW"]
-    deeper = stats.slope({math.log2(n): differences(*pairs[n]) for n in (8, 16)})
-    yield "change of NAG's lead from 8 to 16 blocks", plus_minus(deeper)
+    deeper = growth({n: pair for n, pair in pairs.items() if n > 4})
+    yield "change of NAG's lead from 8 to 32 blocks", deeper
 
     changes = [*repeated("another_cpu", "lead")]
     yield "runs on another CPU", len(changes)

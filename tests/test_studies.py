@@ -710,14 +710,14 @@ def test_sentences_written_by_hand_agree_with_the_results():
     assert tables.number("modes", "prenorm at half its rate", "verdict") == "undecided"
 
     of_blocks = tables.lead_lines("blocks", "adamw")
-    for blocks in (16, 4):
+    for blocks, seeds in ((32, 5), (16, 6), (4, 6)):
         nag, prenorm = (stats.losses_of(of_blocks[mode, blocks]) for mode in ("nag", "prenorm"))
-        assert len(nag) == len(prenorm) == 6 and max(nag) < min(prenorm)  # "below all of"
-    deep = of_blocks["nag", 16] + of_blocks["prenorm", 16]
+        assert len(nag) == len(prenorm) == seeds and max(nag) < min(prenorm)  # "below all of"
+    deep = sum((of_blocks[mode, n] for mode in ("nag", "prenorm") for n in (16, 32)), [])
     assert all(copying.copies(*line["depth"]["copying"]) for line in deep)  # "all copy"
     growth, half = tables.number("depths", "nag AdamW", "when doubled").split(" ± ")
     assert float(growth) > float(half)  # "the lead shrinks"
-    change = tables.number("facts", "change of NAG's lead from 8 to 16 blocks", "value")
+    change = tables.number("facts", "change of NAG's lead from 8 to 32 blocks", "value")
     assert abs(float(change.split()[0])) < float(change.split()[-1])  # "we see no change"
     copy = [copying.copies(*line["depth"]["copying"]) for line in of_blocks["prenorm", 4]]
     by_loss = sorted(zip(prenorm, copy))
