@@ -436,6 +436,7 @@ def lead_facts():
         ("NAG's router 0.2", "learned router 0.2"),
         (own, "learned router 0.4"),
         (own, "learned router on pre-norm 0.4"),
+        ("NAG's router with fallback 0.4", own),
     ):
         yield f"{ours} minus {theirs}", plus_minus(gap_of(found[ours], found[theirs]))
     by_seed = (at_equal_flops(found[name]) for name in (own, "nag with 5 blocks"))
