@@ -710,15 +710,16 @@ def test_sentences_written_by_hand_agree_with_the_results():
     assert tables.number("modes", "prenorm at half its rate", "verdict") == "undecided"
 
     of_blocks = tables.lead_lines("blocks", "adamw")
-    for blocks, seeds in ((32, 5), (16, 6), (4, 6)):
+    for blocks in (32, 16, 4):
         nag, prenorm = (stats.losses_of(of_blocks[mode, blocks]) for mode in ("nag", "prenorm"))
-        assert len(nag) == len(prenorm) == seeds and max(nag) < min(prenorm)  # "below all of"
+        assert len(nag) == len(prenorm) == 6 and max(nag) < min(prenorm)  # "below all of"
     deep = sum((of_blocks[mode, n] for mode in ("nag", "prenorm") for n in (16, 32)), [])
     assert all(copying.copies(*line["depth"]["copying"]) for line in deep)  # "all copy"
-    growth, half = tables.number("depths", "nag AdamW", "when doubled").split(" ± ")
-    assert float(growth) > float(half)  # "the lead shrinks"
-    change = tables.number("facts", "change of NAG's lead from 8 to 32 blocks", "value")
-    assert abs(float(change.split()[0])) < float(change.split()[-1])  # "we see no change"
+    assert tables.number("depths", "nag AdamW", "when doubled").startswith("+")  # "no growth"
+    fact = tables.number("facts", "change of NAG's lead from 8 to 32 blocks", "value")
+    change, half = map(float, fact.split(" ± "))
+    assert abs(change) < half  # "we see no change"
+    assert change - half > -0.016  # "would have to change by"
     copy = [copying.copies(*line["depth"]["copying"]) for line in of_blocks["prenorm", 4]]
     by_loss = sorted(zip(prenorm, copy))
     assert [each for _, each in by_loss] == sorted(copy, reverse=True)  # "its others end highest"
