@@ -41,7 +41,7 @@ optimizer = "muon"  # or adamw
 timed = False  # time the steps of these models, once the judge has tuned them; train nothing
 
 SCALE = study.parse([judge.SCALE])
-SEEDS = range(11, 17)  # new: judge.py tuned on 0 and judged on 1, 2, ...; some have the first 3
+SEEDS = range(11, 17)  # new: judge.py tuned on 0 and judged on 1, 2, ...; some have the first few
 NAG = {
     "not orthogonal": {"nag_orthogonal": False},
     "not modulated": {"nag_directions": 0},

@@ -255,8 +255,11 @@ def by_depth():
 
 
 def growth(pairs):
-    """The change of a difference when the number of blocks doubles, without diverged runs."""
-    gaps = {math.log2(n): differences(*pair) for n, pair in pairs.items() if gap_of(*pair)}
+    """The change of the difference of two designs when x doubles, without diverged runs.
+
+    pairs: {x: (lines of one, lines of the other)}
+    """
+    gaps = {math.log2(x): differences(*pair) for x, pair in pairs.items() if gap_of(*pair)}
     return plus_minus(stats.slope(gaps)) if len(gaps) > 1 else ""
 
 
@@ -281,17 +284,16 @@ def depths():
 
 def experts():
     """NAG's loss minus pre-norm's in models with experts, by width over depth."""
-    found, gaps, rows = lead_lines("experts", "adamw"), {}, []
+    found, pairs, rows = lead_lines("experts", "adamw"), {}, []
     for ratio, (blocks, width, _) in lead.SHAPES.items():
         if {("nag", ratio), (BASELINE, ratio)} <= found.keys():
             ours, theirs = found["nag", ratio], found[BASELINE, ratio]
-            gaps[math.log2(width / blocks)] = differences(ours, theirs)
+            pairs[width / blocks] = ours, theirs
             losses = (f"{mean(losses_of(lines)):.4f}" for lines in (theirs, ours))
             cells = (f"{blocks} x {width}", len(ours), *losses)
             rows.append((str(ratio), *cells, *decided([gap_of(ours, theirs)])))
-    if len(gaps) > 1:
-        change = plus_minus(stats.slope(gaps))
-        rows.append(("change when the ratio doubles", *[""] * 4, change, ""))
+    if len(pairs) > 1:
+        rows.append(("change when the ratio doubles", *[""] * 4, growth(pairs), ""))
     head = ("width / depth", "blocks x width", "seeds", BASELINE, "nag", "nag minus prenorm")
     return (*head, "verdict"), rows
 
