@@ -93,15 +93,20 @@ def gap_of(ours, theirs):
 
 
 def slope(by_x):
-    """The interval of the slope over x of the means of independent values. by_x: {x: values}
-
-    For two x that is Welch's interval of a difference, and for more its usual extension.
-    """
+    """The interval of the slope over x of the means of independent values. by_x: {x: values}"""
     middle = statistics.mean(by_x)
     squares = sum((x - middle) ** 2 for x in by_x)
+    return contrast([((x - middle) / squares, values) for x, values in by_x.items()])
+
+
+def contrast(weighted):
+    """The interval of a weighted sum of means. weighted: [(weight, independent values)]
+
+    For a difference of two means that is Welch's interval, and for more its usual extension.
+    """
     found, variances = 0.0, []
-    for x, values in by_x.items():
-        weight, n = (x - middle) / squares, len(values)
+    for weight, values in weighted:
+        n = len(values)
         found += weight * statistics.mean(values)
         variances.append((weight**2 * statistics.variance(values) / n, n - 1))
     total = sum(variance for variance, _ in variances)
@@ -109,16 +114,25 @@ def slope(by_x):
     return found, float(student.ppf(0.975, degrees)) * math.sqrt(total)
 
 
+def differences_at(length, losses, by_length):
+    """The losses minus those of other runs, interpolated at a length."""
+    return minus_shared(losses, losses_at(length, by_length))
+
+
 def gap_at(length, losses, by_length):
-    """The interval of the differences from other runs, interpolated at a length."""
-    return interval(minus_shared(losses, losses_at(length, by_length)))
+    """The interval of these differences."""
+    return interval(differences_at(length, losses, by_length))
 
 
 def losses_at(length, by_length):
     """The loss of each seed, interpolated at a length. by_length: {length: losses}
 
-    A parabola in log(length), through the three nearest lengths.
+    A parabola in log(length), through the three nearest lengths. If three or more have the most
+    seeds, and the length is between them, only these count.
     """
+    full = with_most_seeds(by_length)
+    if len(full) > 2 and min(full) <= length <= max(full):
+        by_length = full
     if not min(by_length) <= length <= max(by_length):
         raise ValueError(f"length {length:g} is not between those trained: {sorted(by_length)}")
     near = sorted(by_length, key=lambda known: abs(math.log(known / length)))[:3]
@@ -127,20 +141,36 @@ def losses_at(length, by_length):
     return [float(krogh_interpolate(logs, curve, math.log(length))) for curve in curves]
 
 
+def with_most_seeds(by_length):
+    most = max(map(len, by_length.values()))
+    return {length: losses for length, losses in by_length.items() if len(losses) == most}
+
+
 def length_of(losses, by_length):
     """The length at which the other runs reach the mean of losses, between the ends of its 95%
-    interval. There an end of the interval of the difference is 0. None: beyond those trained.
-    """
-    lengths = min(by_length), max(by_length)
+    interval. None: beyond those trained.
 
-    def zero_of(side):
-        def end(length):
+    From the lengths with the most seeds, or, if these do not reach, from all with the seeds they
+    share.
+    """
+    found = crossings(losses, with_most_seeds(by_length))
+    least = min(map(len, by_length.values()))
+    shared = {length: theirs[:least] for length, theirs in by_length.items()}
+    return crossings(losses, shared) if None in found else found
+
+
+def crossings(losses, by_length):
+    """Where the upper end, the middle and the lower end of gap_at are 0, or None."""
+    first, last = min(by_length), max(by_length)
+    found = []
+    for side in (1, 0, -1):
+
+        def end(length, side=side):
             difference, half = gap_at(length, losses, by_length)
             return difference + side * half
 
-        return brentq(end, *lengths) if end(lengths[0]) <= 0 <= end(lengths[1]) else None
-
-    return [zero_of(side) for side in (1, 0, -1)]
+        found.append(brentq(end, first, last) if end(first) <= 0 <= end(last) else None)
+    return found
 
 
 def verdict(intervals):
