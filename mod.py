@@ -66,8 +66,6 @@ class Router(nn.Module):
         self.register_buffer("histogram", torch.zeros(BINS))
         # this rank's scores since the last balance; a GPU adds int32, but would sort int64
         self.register_buffer("fresh", torch.zeros(BINS, dtype=torch.int32))
-        weight = torch.ones(1, dtype=torch.int32)  # 0 when a forward is recomputed
-        self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("tau", torch.zeros(1))
         share = torch.tensor([1.0 - self.rate])  # share of tokens that run in training
         self.register_buffer("share", share)
@@ -151,10 +149,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def count(self, q):
-        """Add scores to the histogram of this rank, once in each forward of the model."""
+        """Add scores to the histogram of this rank. If the forward is recomputed, all count twice."""
         bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
-        self.fresh.index_add_(0, bins, self.weight.expand_as(bins))
-        self.weight.zero_()
+        self.fresh.index_add_(0, bins, torch.ones_like(bins, dtype=torch.int32))
 
 
 def highest(scores, k):
@@ -173,13 +170,6 @@ def check(config, residual):
         raise ValueError("mod_router='nag' needs nag_directions above 0: else all q are equal")
     if kind != "nag" and config.mod_fallback:
         raise ValueError(f"mod_router={kind!r} does not use mod_fallback: leave it at False")
-
-
-def begin_forward(blocks):
-    for block in blocks:
-        for router in (block.attn_router, block.mlp_router):
-            if router is not None:
-                router.weight.fill_(1)
 
 
 def routers(model):

@@ -300,7 +300,6 @@ class GPT(nn.Module):
         rope = (self.cos[:T], self.sin[:T]) if cache is None else (self.cos[at], self.sin[at])
         stream = self.begin(idx, at, docs, cache)
         moe.reset_penalties(self)
-        mod.begin_forward(self.blocks)
         for b, block in enumerate(self.blocks):
             recompute = self.recompute and self.training
             run = partial(checkpoint, block, use_reentrant=False) if recompute else block
