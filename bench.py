@@ -37,10 +37,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+import machine
 from configurator import check, configure, settings_of
 from data import write_json
 from generate import FOLDS, KVCache, compiled_step, next_token
-from machine import autocast, commit, cores, device_name, peak_flops, pick_device, prepare_process
 from mod import routers
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, compile_options, settings_of_others
 from norms import pick
@@ -158,11 +158,7 @@ def replayed(run, device):
     with torch.cuda.graph(graph):
         run()
 
-    def replay():
-        graph.replay()
-
-    replay.keeps = run  # it has the tensors that the graph reads; without it they are freed
-    return replay
+    return lambda keeps=run: graph.replay()  # run has the tensors that the graph reads
 
 
 # ------------------------------------------------------------------------------------------------
@@ -170,17 +166,15 @@ def replayed(run, device):
 
 
 def configs(base, modes):
-    """{name: config} of the modes. The second occurrence of a mode is named "MODE again"."""
+    """{name: config} of the modes. A mode may occur twice: the second is named "MODE again"."""
     named = {}
     for mode in modes.split(","):
         pick(RESIDUALS, mode, "residual")  # refuse an unknown mode
         name = mode + " again" if mode in named else mode
+        if name in named:
+            raise ValueError(f"{modes=}: {mode} occurs more than twice")
         named[name] = replace(base, residual=mode, **settings_of_others(mode))
     return named
-
-
-def cast(device, dtype):
-    return autocast(torch.device(device).type, dtype)
 
 
 def tokens(config, rows, device):
@@ -204,7 +198,7 @@ def stepper(config, batch_size, device, dtype, optimizer="adamw", micro_steps=1,
     def step():
         total = 0.0
         for _ in range(micro_steps):
-            with cast(device, dtype):
+            with machine.autocast(device, dtype):
                 loss = model(x, x)[1] / micro_steps
             loss.backward()
             total += loss.detach()
@@ -259,7 +253,8 @@ def residual(base, copy, matmul):
     if "nag" in named:
         named["nag, no modulator"] = replace(named["nag"], nag_directions=0)
     shape = (batch_size, base.block_size, base.n_embd)
-    runs = {name: replayed(two_sublayers(of, shape), device) for name, of in named.items()}
+    runs = {name: replayed(two_sublayers(of, shape, device, dtype), device)
+            for name, of in named.items()}  # fmt: skip
     # Passes over the stream, forward + backward: pre-norm and BHyT 4 + 4, NAG 3 + 6.
     floor = 2 * 8 * math.prod(shape) * getattr(torch, dtype).itemsize
     note = lambda name, medians: f"{floor / copy / medians[name]:.0%} of the copy rate"
@@ -287,31 +282,26 @@ def writes_and_reads(attention, mlp, start):
     return both
 
 
-def separate_streams(start):
-    """The tensors of n streams, or one."""
-    return [start.x, *(x for x in start.sources if x is not start.x)]
-
-
-def two_sublayers(config, shape):
+def two_sublayers(config, shape, device, stream_dtype):
     """A function that runs writes_and_reads and its backward, on random (B, T, C)."""
     model = GPT(replace(config, n_layer=2)).to(device)
     last = model.blocks[-1]  # the first one of keel differs
     attention, mlp = last.attn_residual, last.mlp_residual
-    random_stream = lambda: torch.randn(shape, device=device).to(getattr(torch, dtype))
-    with torch.no_grad():
-        at = torch.arange(shape[1], device=device)[:, None]
-        start = model.ends.embed(random_stream()).replace(at=at)
-    given = [random_stream(), random_stream(), *separate_streams(start)]
-    inputs = [*(x.requires_grad_() for x in given), *attention.parameters(), *mlp.parameters()]
+    random_stream = lambda: torch.randn(shape, device=device).to(getattr(torch, stream_dtype))
+    at = torch.arange(shape[1], device=device)[:, None]
+    start = model.ends.embed(random_stream()).replace(at=at)
+    n_streams = 1 + sum(x is not start.x for x in start.sources)
+    given = [random_stream().requires_grad_() for _ in range(2 + n_streams)]
+    inputs = [*given, *attention.parameters(), *mlp.parameters()]
 
     both = writes_and_reads(attention, mlp, start)
-    with cast(device, dtype), torch.no_grad():
-        grads = [torch.randn_like(y) for y in both(*given)]
     options = compile_options(config.residual, torch.device(device).type)
     compiled = torch.compile(both, options=options)
+    with machine.autocast(device, dtype):
+        grads = [torch.randn_like(y) for y in compiled(*given)]
 
     def run():
-        with cast(device, dtype):
+        with machine.autocast(device, dtype):
             outputs = compiled(*given)
         torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
 
@@ -421,7 +411,7 @@ def kept_bytes(model, x):
         for block in model.blocks:
             block.register_forward_pre_hook(keep_stream)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, cast(device, dtype):
+    with hooks, machine.autocast(device, dtype):
         model(x, x)
     return sum(kept.values())
 
@@ -525,7 +515,7 @@ def mod(base, copy, matmul):
 
         @torch.no_grad()
         def run(model=model, x=x):
-            with cast(device, dtype):
+            with machine.autocast(device, dtype):
                 model(x)
 
         step(), run()  # compile
@@ -614,7 +604,8 @@ def check_settings(base, settings):
 def machine_speeds():
     """Measure and print (bytes per second of a copy, FLOPs per second of a matrix product)."""
     copy, matmul = floors(device, dtype, rounds, small=quick)
-    peak = peak_flops(device_name(torch.device(device))) if dtype == "bfloat16" else None
+    name = machine.device_name(torch.device(device))
+    peak = machine.peak_flops(name) if dtype == "bfloat16" else None
     share = f", {matmul / peak:.0%} of the data sheet's rate" if peak else ""
     print(f"copy {copy / 1e9:.1f} GB/s, {dtype} matrix product {matmul / 1e12:.2f} TFLOP/s{share}")
     return copy, matmul
@@ -629,8 +620,8 @@ def main():
     settings, _ = read(argv=given)
     if quick:
         settings, _ = read(argv=[*QUICK.split(), *given])
-    device = "cpu" if what == "size" else str(pick_device(device))
-    prepare_process(device)
+    device = "cpu" if what == "size" else str(machine.pick_device(device))
+    machine.prepare_process(device)
     base = GPTConfig(**{name: settings[name] for name in MODEL_SETTINGS})
     try:
         chosen = check_settings(base, settings)
@@ -639,14 +630,17 @@ def main():
     torch._dynamo.config.recompile_limit = 256  # one process compiles many modes
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
-    name, threads = device_name(torch.device(device)), torch.get_num_threads()
-    report = {"settings": settings, "git": commit(), "torch": torch.__version__}
+    name, threads = machine.device_name(torch.device(device)), torch.get_num_threads()
+    report = {"settings": settings, "git": machine.commit(), "torch": torch.__version__}
     report |= {"device": name, "threads": threads}
-    print(f"{name}, torch {torch.__version__}, {threads} threads on {cores()} cores, {dtype}")
+    of_cores = f"{threads} threads on {machine.cores()} cores"
+    print(f"{name}, torch {torch.__version__}, {of_cores}, {dtype}")
     shape = "n_layer n_head n_embd block_size vocab_size".split()
     print(", ".join(f"{key} {settings[key]}" for key in shape) + f", {batch_size} sequences")
     copy = matmul = None
     if what != "size":
+        if not machine.can_compile(torch.device(device).type):
+            raise SystemExit("bench.py compiles: on a CPU it needs Linux and a C++ compiler (g++)")
         copy, matmul = machine_speeds()
         report |= {"copy_bytes_s": copy, "matmul_flops_s": matmul}
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)

@@ -146,6 +146,7 @@ def text_of(state, config):
     if folder is None:
         raise ValueError("the model was imported without shards: give --data_dir")
     windows = Windows(folder, "train", config.block_size)
+    windows.refuse_other_tokenizer(state["meta"])
     return [*eval_batches(windows, spread(windows, TOKENS), 1, "cpu")]
 
 

@@ -403,6 +403,12 @@ class Windows:
     def __len__(self):
         return int(self.ends[-1])
 
+    def refuse_other_tokenizer(self, meta):
+        """End with a message unless these tokens are those of a checkpoint's meta."""
+        if meta["tokenizer_sha256"] not in (None, self.meta["tokenizer_sha256"]):
+            of = f"the tokenizer of {self.directory}"
+            raise SystemExit(f"{of} is not the one that the checkpoint was trained with")
+
     def verify(self):
         """Compare every shard of the folder with its sha256, in a thread. Returns the thread.
 

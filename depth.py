@@ -12,6 +12,7 @@ targets), (B, T) each. Results are plain numbers, one per block or one per subla
 
 import math
 from collections import defaultdict
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from attention import Attention
+from model import evaluate
 from norms import upcast
 
 
@@ -37,13 +39,13 @@ def walk(model, x):
         values = model.values(b, x)
         if sharded:
             block.unshard()
-        pairs = ((block.attn, block.attn_residual), (block.mlp, block.mlp_residual))
-        for sublayer, residual in pairs:
+        attend = partial(block.attend, rope=rope, values=values)
+        for sublayer, residual, run in (
+            (block.attn, block.attn_residual, attend),
+            (block.mlp, block.mlp_residual, block.feed),
+        ):
             h, before = residual.read(stream)
-            if sublayer is block.attn:
-                stream = block.attend(stream, rope, values=values)
-            else:
-                stream = block.feed(stream)
+            stream = run(stream)
             yield sublayer, residual, h, before, stream
         if sharded:
             block.reshard()
@@ -172,27 +174,19 @@ def depth(model, batches):
     directions = F.normalize(directions, dim=-1)
     report["similarity"] = (directions @ directions.T).tolist()
 
-    norm, entropy, loss, confidence, right = torch.cat(tokens, dim=1)
+    norm, entropy, loss, confidence, right = torch.cat(tokens, dim=1).cpu()
     constant = norm.std() < 1e-4  # post-norm: equal norms have no correlation
     for name, other in (("norm and entropy", entropy), ("norm and loss", loss)):
         correlation = torch.corrcoef(torch.stack([norm, other]))[0, 1]
         report[name] = None if constant else float(correlation)
     tenth = (confidence * 10).long().clamp(max=9)
-    calibration = means_by(tenth, confidence=confidence, accuracy=right)
-    report["calibration"] = calibration
-    rows = zip(*(calibration[key] for key in ("confidence", "accuracy", "share")))
-    report["calibration error"] = sum(abs(c - a) * share for c, a, share in rows)
+    bins = [tenth == i for i in tenth.unique()]
+    of_bins = {"confidence": [float(confidence[each].double().mean()) for each in bins]}
+    of_bins["accuracy"] = [float(right[each].double().mean()) for each in bins]
+    of_bins["share"] = [float(each.double().mean()) for each in bins]
+    report["calibration"] = of_bins
+    report["calibration error"] = sum(abs(c - a) * n for c, a, n in zip(*of_bins.values()))
     return report
-
-
-def means_by(group, **values):
-    """Means of values (N,) per non-empty group, and each group's share. group (N,): indices."""
-    count = torch.bincount(group)
-    filled = count > 0
-    means = {}
-    for key, value in values.items():
-        means[key] = (torch.bincount(group, value.double()) / count)[filled].tolist()
-    return means | {"share": (count / len(group))[filled].tolist()}
 
 
 @torch.no_grad()
@@ -233,15 +227,10 @@ def leak(model):
 @torch.no_grad()
 def dropped(model, batches):
     """How much the loss rises without block 0, without block 1, and so on: n_layer numbers."""
-    n = sum(len(x) for x, _ in batches)
-
-    def loss():
-        return sum(float(model(x, y)[1]) * len(x) for x, y in batches) / n
-
-    losses, complete = [], loss()
+    losses, complete = [], evaluate(model, batches)
     for block in model.blocks:
         block.forward = lambda stream, *others: stream
-        losses.append(loss() - complete)
+        losses.append(evaluate(model, batches) - complete)
         del block.forward  # the method of the class again
     return losses
 

@@ -199,7 +199,7 @@ def sample(model, encoding, device):
     """Print and return a continuation of the prompt."""
     torch.manual_seed(seed)
     began = time.perf_counter()
-    ids = begun_prompt(encoding)
+    ids = data.begun(encoding.encode_ordinary(prompt), encoding)
     start = torch.tensor([ids], device=device)
     choices = dict(temperature=temperature, top_k=top_k, top_p=top_p, compile=bool(compile))
     eot, n_vocab = encoding.eot_token, encoding.n_vocab
@@ -218,11 +218,6 @@ def sample(model, encoding, device):
     seconds = time.perf_counter() - began
     print(f"\n{len(ids) - start.size(1)} tokens in {seconds:.1f} s{skipped}")
     return encoding.decode(ids[len(data.start_of_text(encoding)) :])
-
-
-def begun_prompt(encoding):
-    """Token ids of the prompt, after those that begin a text."""
-    return data.begun(encoding.encode_ordinary(prompt), encoding)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -248,7 +243,8 @@ def answers(parts, model, rows, encoding):
         show_depth(report)
         yield "depth", report
     if "mod" in parts:
-        report = depth.skipping(model, batches, begun_prompt(encoding)[: rows.T])
+        ids = data.begun(encoding.encode_ordinary(prompt), encoding)
+        report = depth.skipping(model, batches, ids[: rows.T])
         padded = [*data.eval_batches(rows, places, batch_size, device)]
         report["causal loss"] = evaluate(model, padded)
         with mod.switched(model, "look_ahead"):
@@ -341,8 +337,7 @@ def open_data(state, model):
             raise SystemExit("this model was imported without a tokenizer.json: give --data_dir")
         return None, data.meta_tokenizer(os.path.dirname(state["path"]), meta)
     windows = data.Windows(directory, "val", context or model.config.block_size)
-    if meta["tokenizer_sha256"] not in (None, windows.meta["tokenizer_sha256"]):
-        raise SystemExit("the data's tokenizer is not the one that the checkpoint was trained with")
+    windows.refuse_other_tokenizer(meta)
     if windows.meta["vocab_size"] > model.config.vocab_size:
         raise SystemExit(f"{directory} has more token ids than the model")
     if data.is_imported(meta):  # with shards too, its texts begin as its own tokenizer says
@@ -358,20 +353,22 @@ def main():
     prepare_process(device)
     pick_dtype(dtype, device.type)  # refuse an unknown dtype before any work
     texts = None if text is None else read_texts(text, text_column, text_split)
+    if os.path.isfile(out_dir):
+        raise SystemExit(f"{out_dir} is a file: give its folder, and --checkpoint")
     path = out_dir if checkpoint is None else os.path.join(out_dir, checkpoint)
     state, model = load_model(path, device)
     if not all(p.isfinite().all() for p in model.parameters()):
         raise SystemExit(f"{state['path']}: some weights are not finite")
     if loss_chunk is not None:
         model.loss_chunk = loss_chunk
+    if context is not None and context > model.config.block_size:
+        raise SystemExit(f"context={context}: must be at most block_size={model.config.block_size}")
     windows, encoding = open_data(state, model)
     parts = choose_parts(model, settings, windows is not None)
     refuse_unused(model, given)
     if {*parts} - {"sample", "tasks"} and depth.leak(model) > 1e-3:
         why = "logits change with later tokens, or are not finite"
         raise SystemExit(f"not causal: {why}, so no loss means anything")
-    if context is not None and context > model.config.block_size:
-        raise SystemExit(f"context={context}: must be at most block_size={model.config.block_size}")
     rows, dialled, T = windows, {}, context or model.config.block_size
     if text is not None:
         rows = TextWindows(texts, encoding, T, eval_tokens)

@@ -26,7 +26,6 @@ import math
 import os
 import re
 import sys
-from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
@@ -273,16 +272,13 @@ def read_tensors(folder, wanted):
     return tensors
 
 
-@contextmanager
 def opened(path):
     """safe_open, which maps a file into memory, with one-line errors."""
     library = safetensors()
     try:
-        file = library.safe_open(path, "pt")
+        return library.safe_open(path, "pt")
     except (library.SafetensorError, OSError) as error:
         fail(f"{path} is not a complete .safetensors file: {error}")
-    with file:
-        yield file
 
 
 def read_json(path):

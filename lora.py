@@ -69,29 +69,21 @@ def adapt(model, rank, alpha, targets):
                 setattr(module, name, Adapted(linear, rank, alpha))
 
 
-def frozen(model):
-    """Names of the parameters that are not trained. Tied parameters appear under each name."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {name for name, p in parameters if not p.requires_grad}
-
-
 def trained(model):
     """The state dict without the frozen parameters."""
-    left_out = frozen(model)
+    parameters = model.named_parameters(remove_duplicate=False)  # tied ones under each name
+    left_out = {name for name, p in parameters if not p.requires_grad}
     return {name: x for name, x in model.state_dict().items() if name not in left_out}
 
 
 def load_state(model, state):
     """Load a checkpoint to continue its run. Its adapters, if it has any, stay apart."""
     lora = state.get("lora")
-    if lora is None:
-        checkpoint.load_weights(model, state)
-        return
-    checkpoint.load_weights(model, checkpoint.base_of(state))
-    adapt(model, lora["rank"], lora["alpha"], lora["targets"])
-    missing, unexpected = model.load_state_dict(state["model"], strict=False)
-    if unexpected or set(missing) != frozen(model):
-        raise SystemExit(f"these adapters do not fit the model of {lora['base']}")
+    if lora is not None:
+        adapt(model, lora["rank"], lora["alpha"], lora["targets"])
+        both = checkpoint.base_of(state)["model"] | state["model"]
+        state = state | {"model": both, "lora": None}
+    checkpoint.load_weights(model, state)
 
 
 def begin(model, state, rank):

@@ -36,6 +36,8 @@ def pick_device(name, local_rank=0):
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name.startswith("cuda") and not cuda:
         raise SystemExit(f"device={name!r}: torch sees no CUDA device: use --device=auto")
+    if name.startswith("cuda:") and int(name[5:]) >= torch.cuda.device_count():
+        raise SystemExit(f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA devices")
     if name == "mps" and not mps:
         raise SystemExit("device='mps': torch sees no Apple GPU: use --device=auto")
     if name == "auto":
@@ -78,8 +80,9 @@ def pick_dtype(name, device_type):
     return name
 
 
-def autocast(device_type, dtype):
-    return torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bfloat16")
+def autocast(device, dtype):
+    enabled = dtype == "bfloat16"
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=enabled)
 
 
 def can_compile(device_type):

@@ -149,7 +149,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def count(self, q):
-        """Add scores to the histogram of this rank. If the forward is recomputed, all count twice."""
+        """Add scores to the histogram of this rank. A recomputed forward counts all twice."""
         bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
         self.fresh.index_add_(0, bins, torch.ones_like(bins, dtype=torch.int32))
 

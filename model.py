@@ -289,7 +289,7 @@ class GPT(nn.Module):
         else:
             parts = zip(hidden.split(self.loss_chunk), targets.split(self.loss_chunk))
             total = sum(checkpoint(total_of, h, y, use_reentrant=False) for h, y in parts)
-        return total / (targets >= 0).sum()
+        return total / (targets >= 0).sum().clamp(min=1)
 
     def hidden(self, idx, docs=None, cache=None):
         """Returns (hidden states (B, T, C), head weights (V, C)). Their product is the logits."""
@@ -628,9 +628,8 @@ def evaluate(model, batches, world=1):
     model.eval()
     for x, y, *more in batches:
         count = (y >= 0).sum()
-        loss = model(x, y, *more)[1]
-        total = torch.where(count > 0, loss * count, 0.0)  # a batch of padding has no mean
-        sums.append(torch.stack([total, count]))
+        mean = model(x, y, *more)[1]
+        sums.append(torch.stack([mean * count, count]))
     model.train(training)
     total = torch.stack(sums).cpu().double().sum(0)
     if world > 1:

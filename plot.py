@@ -349,6 +349,8 @@ def main(figure, out, *runs):
     if figure not in FIGURES:
         figures = ", ".join(FIGURES)
         raise SystemExit(f"plot.py: there is no figure {figure!r}: choose one of {figures}")
+    if not os.path.isdir(os.path.dirname(out) or "."):
+        raise SystemExit(f"plot.py: there is no folder {os.path.dirname(out)}")
     refuse_mixed_data(runs)
     fig, axes = canvas(7, 4)
     FIGURES[figure](axes, runs)

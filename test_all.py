@@ -606,6 +606,16 @@ def test_options_for_less_memory_change_no_number(residual, how):
     assert_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_batch_without_targets_has_no_loss_and_does_not_count():
+    model, x, y = tiny(), some_ids(), some_ids(seed=2)
+    none = torch.full_like(y, -1)
+    loss = model(x, none)[1]
+    loss.backward()
+    assert loss == 0 and all(p.grad.isfinite().all() for p in model.parameters())
+    alone = model_file.evaluate(model, [(x, y)])
+    assert model_file.evaluate(model, [(x, y), (x, none)]) == pytest.approx(alone)
+
+
 def test_eager_losses_are_summed_and_capped_in_float32():
     model, targets = tiny(vocab_size=512, tied=False, logit_cap=15.0), torch.arange(512)
     head, h, errors = model.head.weight, 6 * torch.randn(512, 32), []
@@ -1753,8 +1763,10 @@ def test_a_run_that_goes_on_may_change_some_settings_and_no_others(data, runs, t
     assert content(run) == before
     state = torch.load(run / "ckpt.pt", weights_only=True)
     torch.save(state | {"meta": {"tokenizer_sha256": "another"}}, run / "ckpt.pt")
-    refuses("was trained on another tokenizer", resume, run)
-    refuses("tokenizer is not the one that", evaluated, run, "loss")
+    for read in (resume, evaluated):
+        refuses("is not the one that the checkpoint was trained with", read, run)
+    refuses("ckpt.pt is a file: give its folder", evaluated, run / "ckpt.pt")
+    refuses("context=64: must be at most block_size=32", evaluated, runs / "a", "loss", context=64)
 
 
 def test_a_branch_goes_on_elsewhere_and_leaves_its_source_alone(data, tmp_path):
@@ -2520,6 +2532,7 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
     assert {k: len(v[1]) for k, v in plot.grouped(dense).items()} == {"nag": 2, "lns": 1}
     refuses("nowhere/log.jsonl is missing", plot.main, "loss", x, "nowhere")
     refuses("no figure 'lss': choose one of loss", plot.main, "lss", x, *dense)
+    refuses("there is no folder nowhere", plot.main, "loss", "nowhere/x.png", *dense)
     refuses("no alpha in its depth: its mode has no rotation", plot.main, "alpha", x, dense[2])
     refuses("no sources in its depth: its mode has no sources", plot.main, "sources", x, dense[2])
 

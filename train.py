@@ -181,9 +181,8 @@ def open_data():
         size = train.meta["vocab_size"]
         if size > config.vocab_size:
             fail(f"{data_dir} has token ids up to {size - 1}: set --vocab_size={size} or more")
-        known = None if meta is None else meta["tokenizer_sha256"]  # also None: none was imported
-        if known not in (None, train.meta["tokenizer_sha256"]):
-            fail(f"{saved['path']} was trained on another tokenizer than that of {data_dir}")
+        if meta is not None:
+            train.refuse_other_tokenizer(meta)
         meta = meta if meta is not None and is_imported(meta) else train.meta
     elif sft_data is None:
         fail(f"{saved['path']} was imported without shards: give --sft_data or --data_dir")

@@ -95,10 +95,10 @@ from torch._inductor import metrics
 from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import bench
 import mod
-from bench import separate_streams, writes_and_reads
 from machine import autocast
-from model import GPT, RESIDUALS, GPTConfig, compile_options
+from model import GPT, RESIDUALS, GPTConfig
 
 plain_attention = torch.nn.functional.scaled_dot_product_attention
 spills = []  # of each compiled kernel: bytes of registers that a thread keeps in memory
@@ -151,21 +151,7 @@ def stand_in():
 
 def read_and_write(config):
     """Two sublayers of a mode without attention and MLP: three reads and two writes."""
-    model, dtype = GPT(config), getattr(torch, stream)
-    last = model.blocks[-1]  # the first one of keel differs
-    one, other = last.attn_residual, last.mlp_residual
-    at = torch.arange(SHAPE[1])[:, None]
-    start = model.ends.embed(torch.randn(SHAPE, dtype=dtype)).replace(at=at)
-    new = lambda: torch.randn(SHAPE, dtype=dtype, requires_grad=True)
-    given = [new(), new(), *(new() for _ in separate_streams(start))]
-
-    both = writes_and_reads(one, other, start)
-    compiled = torch.compile(both, options=compile_options(config.residual, "cuda"))
-    with torch.autocast("cuda", torch.bfloat16):
-        outputs = compiled(*given)
-    inputs = [*given, *one.parameters(), *other.parameters()]
-    grads = [torch.randn_like(y) for y in outputs]
-    torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
+    bench.two_sublayers(config, SHAPE, "cuda:0", stream)()
 
 
 def training_step(config):

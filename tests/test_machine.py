@@ -117,6 +117,11 @@ def test_auto_takes_the_best_device_there_is(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=cuda: there)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=mps: there)
         assert str(machine.pick_device("auto", local_rank=1)) == best
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert str(machine.pick_device("cuda:1")) == "cuda:1"
+    with pytest.raises(SystemExit, match="device='cuda:2': torch sees 2 CUDA devices"):
+        machine.pick_device("cuda:2")
     assert machine.pick_dtype("auto", "mps") == "float32" and not machine.can_compile("mps")
     for name in ("eval.py", "bench.py", "train.py"):
         assert '\ndevice = "auto"' in open(os.path.join(HERE, name)).read()
@@ -316,6 +321,31 @@ def run_bench(*argv, **settings):
             patch.setattr(bench, name, getattr(bench, name))  # configure changes its settings
         bench.main()
     return json.load(open(settings["out"]))
+
+
+def test_bench_compares_a_mode_with_itself_only_once_and_needs_a_compiler(tmp_path, monkeypatch):
+    config = GPTConfig(**TINY)
+    assert [*bench.configs(config, "nag,lns,nag")] == ["nag", "lns", "nag again"]
+    with pytest.raises(ValueError, match="nag occurs more than twice"):
+        bench.configs(config, "nag,nag,nag")
+    monkeypatch.setattr(machine, "can_compile", lambda device: False)
+    with pytest.raises(SystemExit, match="on a CPU it needs Linux"):
+        run_bench(**TINY, what="forward", out=tmp_path / "x.json", modes="nag")
+
+
+@cases("mode, n", [("prenorm", 1), ("x0mix", 1), ("nag", 1), ("hc", 4)])
+def test_bench_gives_each_stream_a_tensor_of_its_own(mode, n, monkeypatch):
+    """The embedding of x0mix, its source, is another tensor than the stream."""
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda run, **how: lambda *x: seen.append(x) or run(*x))
+    monkeypatch.setattr(bench, "writes_and_reads", lambda attention, mlp, start: (
+        lambda f1, f2, x, *streams: seen.append((x, *(streams or start.sources))) or [x + f1]
+    ))  # fmt: skip
+    config = GPTConfig(**TINY | {"residual": mode})
+    bench.two_sublayers(config, (2, 32, 32), "cpu", "bfloat16")()
+    given, read = seen[0], seen[1]
+    assert len(given) == 2 + n and all(x.dtype == torch.bfloat16 for x in given)
+    assert len({x.data_ptr() for x in (*given, *read)}) == 2 + n + (mode == "x0mix")
 
 
 def tiny_size(tmp_path, *argv, **changes):

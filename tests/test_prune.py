@@ -1,4 +1,4 @@
-"""Skipping whole sublayers and blocks: prune.py, its dial in eval.py, and its study."""
+"""Skipping whole sublayers and blocks: prune.py, and its dial in eval.py."""
 
 import functools
 import json
@@ -120,7 +120,7 @@ def test_a_skipped_block_equals_a_block_left_out(residual):
     whole, rises = model(x, y)[1], depth.dropped(model, [(x, y)])
     for b, rise in enumerate(rises):
         prune.skip(model, [b], "block")
-        assert float(model(x, y)[1] - whole) == pytest.approx(rise, abs=1e-6)
+        assert float(model(x, y)[1] - whole) == pytest.approx(rise, abs=2e-6)
 
 
 @torch.no_grad()
@@ -279,25 +279,3 @@ def test_eval_measures_a_text_of_two_rows_and_keeps_parts_before_one_that_fails(
     with pytest.raises(SystemExit):  # without lm-eval too
         evaluated(out, "loss,tasks", eval_tokens=512, tasks="no_such_task")
     assert json.load(open(out / "eval.json"))["loss"]["tokens"] == 512
-
-
-@cases("run", ["dense", "routed"])
-def test_the_study_measures_the_loss(data, trained, tmp_path, run):
-    tokens = dict(score_tokens=512, eval_tokens=1024)
-    script("runs/prune.py", out_dir=trained / run, results=tmp_path / "x", **tokens)
-    lines = [json.loads(line) for line in open(tmp_path / "x")]
-    n = 8 if run == "dense" else 4
-    counts = {"sublayer": n // 2 + 1, "block": n // 4 + 1}
-    assert len(lines) == 5 * sum(counts.values())
-    assert len({line["loss"] for line in lines if line["rate"] == 0}) == 1
-    for line in lines:
-        units = n if line["unit"] == "sublayer" else n // 2
-        assert len(line["skipped"]) == line["rate"] * units and line["rate"] <= 0.5
-        assert (line["flops"] < 1) == (line["rate"] > 0)
-    random = [line for line in lines if line["rule"] == "random" and line["rate"] == 0.5]
-    assert {line["seed"] for line in random} == {1, 2, 3}
-    model, last = load_model(trained / run)[1], lines[-1]
-    prune.skip(model, [int(name.split()[1]) for name in last["skipped"]], "block")
-    val = data_file.Windows(data, "val", 32)
-    batches = data_file.eval_batches(val, data_file.spread(val, 1024), 8, "cpu")
-    assert last["loss"] == pytest.approx(evaluate(model, batches), abs=0.02)  # it ran in bfloat16

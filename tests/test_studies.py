@@ -735,8 +735,10 @@ def test_sentences_written_by_hand_agree_with_the_results():
     fact = tables.number("facts", "change of NAG's lead from 8 to 32 blocks", "value")
     change, half = map(float, fact.split(" ± "))
     assert abs(change) < half  # "we see no change"
-    for ends, less in (("with 32 blocks minus 2.4 times that with 8", True),  # "grows less"
-                       ("at ratio 19 minus 2.4 times that at 80", False)):  # "do not exclude"
+    for ends, less in (
+        ("with 32 blocks minus 2.4 times that with 8", True),  # "grows less"
+        ("at ratio 19 minus 2.4 times that at 80", False),
+    ):  # "do not exclude"
         fact = tables.number("facts", f"NAG's lead {ends}", "value")
         change, half = map(float, fact.split(" ± "))
         assert change > 0 and (change > half) == less
