@@ -447,7 +447,7 @@ def mixtures():
 
 
 def lead_facts():
-    """Pairs of mixtures of depths, models that copy, and runs repeated on another CPU."""
+    """Pairs of mixtures of depths, models that copy, and runs that were repeated."""
     found = {name: lines for (name, _), lines in lead_lines("mod").items()}
     own = "NAG's router 0.4"
     for ours, theirs in (
@@ -473,17 +473,18 @@ def lead_facts():
     ends = [(experts["nag", ratio], experts[BASELINE, ratio]) for ratio in (19, 80)]
     yield "NAG's lead at ratio 19 minus 2.4 times that at 80", minus_grown(*ends)
 
-    changes = [*repeated("another_cpu", "lead")]
-    yield "runs on another CPU", len(changes)
-    yield "mean change on another CPU", f"{mean(changes):+.4f}"
-    yield "deviation on another CPU", f"{stdev(changes):.4f}"
+    for again, words in (("another_cpu", "on another CPU"), ("float32", "in float32")):
+        changes = [*repeated(again, "lead")]
+        yield f"runs {words}", len(changes)
+        yield f"mean change {words}", f"{mean(changes):+.4f}"
+        yield f"deviation {words}", f"{stdev(changes):.4f}"
 
 
 def repeated(again, first):
     """The change of the loss for each run of a study that repeats one of another study."""
-    first = study.finished(first)
-    for name, line in study.finished(again).items():
-        yield line["loss"] - first[name]["loss"]
+    losses = {line["key"]: line["loss"] for line in study.finished(first).values()}
+    for line in study.finished(again).values():
+        yield line["loss"] - losses[line["key"]]
 
 
 # ------------------------------------------------------------------------------------------------
