@@ -199,28 +199,34 @@ def losses_against(axes, runs, key, unit, label):
 # Figures from eval.json
 
 
-def by_depth(key):
-    """A curve of one measurement: run -> (index of the block or sublayer, value)."""
+def measured(run, key):
+    """A measurement of a run, with a value for each block or sublayer."""
+    depth = read_eval(run, "depth")
+    if key not in depth:
+        why = "its mode has no rotation" if key in ("a", "alpha") else "evaluate it again"
+        why = "its mode has no sources" if key == "sources" else why
+        raise SystemExit(f"plot.py: {run}/eval.json has no {key} in its depth: {why}")
+    return depth[key]
+
+
+def draw_depth(axes, runs, key, first=0, **style):
+    """Draw a measurement against the block or sublayer. first: the number of the first one."""
 
     def curve(run):
-        depth = read_eval(run, "depth")
-        if key not in depth:
-            why = "its mode has no rotation" if key in ("a", "alpha") else "evaluate it again"
-            why = "its mode has no sources" if key == "sources" else why
-            raise SystemExit(f"plot.py: {run}/eval.json has no {key} in its depth: {why}")
-        return range(len(depth[key])), depth[key]
+        values = measured(run, key)
+        return range(first, first + len(values)), values
 
-    return curve
+    draw(axes, runs, curve, **style)
 
 
 def stream(axes, runs, key):
-    draw(axes, runs, by_depth(key))
+    draw_depth(axes, runs, key)
     axes.set(xlabel="block", ylabel=f"{key} of the stream", yscale="log")
 
 
 def rotation(axes, runs):
     def curve(run):
-        degrees = by_depth("from embedding")(run)[1]
+        degrees = measured(run, "from embedding")
         return range(len(degrees) + 1), [0.0, *degrees]
 
     draw(axes, runs, curve)
@@ -228,17 +234,13 @@ def rotation(axes, runs):
 
 
 def alpha(axes, runs):
-    def curve(key, run):
-        values = by_depth(key)(run)[1]
-        return range(1, len(values) + 1), values
-
-    draw(axes, runs, partial(curve, "alpha"), ls="--", label=None)
-    draw(axes, runs, partial(curve, "a"))
+    draw_depth(axes, runs, "alpha", first=1, ls="--", label=None)
+    draw_depth(axes, runs, "a", first=1)
     axes.set(xlabel="sublayer", ylabel="mean |a|, and alpha (dashed)")
 
 
 def dropped(axes, runs):
-    draw(axes, runs, by_depth("dropped"), marker="o", ms=3)
+    draw_depth(axes, runs, "dropped", marker="o", ms=3)
     axes.set(xlabel="block left out", ylabel="rise of the loss (nats a token)")
     axes.set_yscale("symlog", linthresh=0.01)
 
@@ -256,7 +258,7 @@ def calibrated(axes, runs):
 
 
 def similarity(axes, runs):
-    matrix = by_depth("similarity")(runs[0])[1]
+    matrix = measured(runs[0], "similarity")
     image = axes.imshow(matrix, cmap="RdBu_r", vmin=-1, vmax=1)
     axes.figure.colorbar(image, label="cosine of the mean updates")
     axes.plot([], [], " ", label=read_log(runs[0])[0]["residual"])
@@ -264,7 +266,7 @@ def similarity(axes, runs):
 
 
 def sources(axes, runs):
-    matrix = by_depth("sources")(runs[0])[1]
+    matrix = measured(runs[0], "sources")
     image = axes.imshow(matrix, cmap="viridis", vmin=0)
     axes.figure.colorbar(image, label="mean weight")
     axes.set(xlabel="source (0: the embedding)", ylabel="reader (last: the head)")
