@@ -317,20 +317,6 @@ def cells_of_baseline(choice, lines):
     return [*row, "", "", study.written(choice)]
 
 
-def sentence(found, lines):
-    """The result of compare as a sentence. lines: {length: lines of the baseline}"""
-    mode, gap, times = found["mode"], found["steps"], found["times"]
-    if found["diverged"]:
-        return f"{mode}: {found['diverged']}"
-    other = "pre-norm" if baseline == "prenorm" else baseline
-    words = f"{mode}, compared with {other} ({statistics.mean(losses_of(lines[1.0])):.3f}): "
-    words += "{} at equal steps ({:+.3f} ± {:.3f})".format(verdict([gap]), *gap)
-    words += "".join(f" [{doubt}]" for doubt in found["doubts"])
-    if times:
-        words += ", {} at equal time ({:+.3f} ± {:.3f})".format(verdict(times), *times[1])
-    return words
-
-
 def draw(path, comparisons, names=None):
     """Draw both differences, from the best mode to the worst. names: {mode: its name in words}"""
     names = {baseline: "pre-norm" if baseline == "prenorm" else baseline} | (names or {})
@@ -393,12 +379,12 @@ def main():
     configure(globals(), argv=own)
     files = [arg for arg in rest if not arg.startswith("--")] or [SCALE]
     given = [arg for arg in rest if arg.startswith("--")]
-    warning = "REHEARSAL, ignore these numbers. " if rehearse else ""
+    warning = "REHEARSAL, ignore these numbers."
     if rehearse:
         globals().update(FEW, name=f"rehearsal_{name}")
         study.ROUNDS = 15
         given = TOY.split() + given
-        study.say(warning.strip())
+        study.say(warning)
     scale = study.parse([*files, *given])
     modes = [*RESIDUALS] if residual == "all" else residual.split(",")
     everyone = [*dict.fromkeys([baseline, *modes])]
@@ -428,8 +414,8 @@ def main():
     if able:
         words = "would be found in 4 of 5 such studies; smaller ones are mostly missed"
         study.say(f"at equal steps, a true difference of {max(able):.3f} {words}")
-    for found in comparisons:
-        study.say(warning + sentence(found, trained[baseline][1]))
+    if rehearse:
+        study.say(warning)
 
 
 if __name__ == "__main__":
