@@ -317,10 +317,15 @@ def experts():
 def of_streams():
     """What mhc and ihc owe to parameters and to several streams, with seeds of their own."""
     found = {name: lines for (name, _), lines in lead_lines("streams").items()}
+    in_float32 = sorted(study.finished("float32").values(), key=lambda x: x["settings"]["seed"])
+    for line in in_float32:
+        mode = line["settings"].get("residual", BASELINE)
+        found.setdefault(f"{mode} in float32", []).append(line)
     large, narrow = "prenorm as large as mhc", "ihc with one stream"
     pairs = [(name, BASELINE) for name in (large, "mhc", narrow, "ihc")]
+    pairs += [("mhc", large), ("ihc", narrow), ("ihc in float32", f"{BASELINE} in float32")]
     rows = []
-    for name, base in [*pairs, ("mhc", large), ("ihc", narrow)]:
+    for name, base in pairs:
         if {name, base} <= found.keys():
             ours, theirs = found[name], found[base]
             params = [f"{lines[0]['params']:,}" for lines in (ours, theirs)]
