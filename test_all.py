@@ -1763,9 +1763,10 @@ def test_a_run_that_goes_on_may_change_some_settings_and_no_others(data, runs, t
     assert content(run) == before
     state = torch.load(run / "ckpt.pt", weights_only=True)
     torch.save(state | {"meta": {"tokenizer_sha256": "another"}}, run / "ckpt.pt")
-    for read in (resume, evaluated):
-        refuses("is not the one that the checkpoint was trained with", read, run)
-    refuses("ckpt.pt is a file: give its folder", evaluated, run / "ckpt.pt")
+    why = "is not the one that the checkpoint was trained with"
+    refuses(why, resume, run)
+    refuses(why, evaluated, run, "loss")
+    refuses("ckpt.pt is a file: give its folder", evaluated, run / "ckpt.pt", "loss")
     refuses("context=64: must be at most block_size=32", evaluated, runs / "a", "loss", context=64)
 
 
