@@ -113,7 +113,7 @@ BREAKS = [  # (name, file, code before, code after, pytest -k expression of the 
      "self.mlp(h if rows is None else gather_rows(h, rows))", "dropout_in_each"),
     ("gates decay", "model.py", '{"vectors": 0.0, "gates": 0.0}', '{"vectors": 0.0}', "one_group"),
     ("padding in the mean", "model.py", "(targets >= 0).sum()", "(targets > -2).sum()",
-     "less_memory"),
+     "evaluation_does"),
     ("evaluation with dropout", "model.py", "    model.eval()\n", "    pass\n", "evaluation_does"),
     ("evaluation of one rank", "model.py", "torch.distributed.all_reduce(total)", "pass",
      "two_ranks_have"),
