@@ -627,6 +627,9 @@ def main():
         chosen = check_settings(base, settings)
     except ValueError as error:
         raise SystemExit(f"bench.py: {error}") from error
+    compiles = any(part not in (memory, size) for part in chosen)
+    if compiles and device == "cpu" and not machine.has_compiler():
+        raise SystemExit("bench.py compiles: on a CPU it needs Linux and a C++ compiler (g++)")
     torch._dynamo.config.recompile_limit = 256  # one process compiles many modes
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
@@ -639,8 +642,6 @@ def main():
     print(", ".join(f"{key} {settings[key]}" for key in shape) + f", {batch_size} sequences")
     copy = matmul = None
     if what != "size":
-        if not machine.can_compile(torch.device(device).type):
-            raise SystemExit("bench.py compiles: on a CPU it needs Linux and a C++ compiler (g++)")
         copy, matmul = machine_speeds()
         report |= {"copy_bytes_s": copy, "matmul_flops_s": matmul}
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)

@@ -404,7 +404,7 @@ class Windows:
         return int(self.ends[-1])
 
     def refuse_other_tokenizer(self, meta):
-        """End with a message unless these tokens are those of a checkpoint's meta."""
+        """Exit with a message if the checkpoint with this meta has another tokenizer."""
         if meta["tokenizer_sha256"] not in (None, self.meta["tokenizer_sha256"]):
             of = f"the tokenizer of {self.directory}"
             raise SystemExit(f"{of} is not the one that the checkpoint was trained with")

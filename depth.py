@@ -181,8 +181,8 @@ def depth(model, batches):
         report[name] = None if constant else float(correlation)
     tenth = (confidence * 10).long().clamp(max=9)
     bins = [tenth == i for i in tenth.unique()]
-    of_bins = {"confidence": [float(confidence[each].double().mean()) for each in bins]}
-    of_bins["accuracy"] = [float(right[each].double().mean()) for each in bins]
+    mean_of = lambda values: [float(values[each].double().mean()) for each in bins]
+    of_bins = {"confidence": mean_of(confidence), "accuracy": mean_of(right)}
     of_bins["share"] = [float(each.double().mean()) for each in bins]
     report["calibration"] = of_bins
     report["calibration error"] = sum(abs(c - a) * n for c, a, n in zip(*of_bins.values()))

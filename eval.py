@@ -199,7 +199,7 @@ def sample(model, encoding, device):
     """Print and return a continuation of the prompt."""
     torch.manual_seed(seed)
     began = time.perf_counter()
-    ids = data.begun(encoding.encode_ordinary(prompt), encoding)
+    ids = begun_prompt(encoding)
     start = torch.tensor([ids], device=device)
     choices = dict(temperature=temperature, top_k=top_k, top_p=top_p, compile=bool(compile))
     eot, n_vocab = encoding.eot_token, encoding.n_vocab
@@ -218,6 +218,11 @@ def sample(model, encoding, device):
     seconds = time.perf_counter() - began
     print(f"\n{len(ids) - start.size(1)} tokens in {seconds:.1f} s{skipped}")
     return encoding.decode(ids[len(data.start_of_text(encoding)) :])
+
+
+def begun_prompt(encoding):
+    """Token ids of the prompt, after those that begin a text."""
+    return data.begun(encoding.encode_ordinary(prompt), encoding)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -243,8 +248,7 @@ def answers(parts, model, rows, encoding):
         show_depth(report)
         yield "depth", report
     if "mod" in parts:
-        ids = data.begun(encoding.encode_ordinary(prompt), encoding)
-        report = depth.skipping(model, batches, ids[: rows.T])
+        report = depth.skipping(model, batches, begun_prompt(encoding)[: rows.T])
         padded = [*data.eval_batches(rows, places, batch_size, device)]
         report["causal loss"] = evaluate(model, padded)
         with mod.switched(model, "look_ahead"):

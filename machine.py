@@ -85,10 +85,15 @@ def autocast(device, dtype):
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=enabled)
 
 
+def has_compiler():
+    """Whether there is the C++ compiler that torch.compile needs on a CPU."""
+    return shutil.which("g++") is not None
+
+
 def can_compile(device_type):
     """Whether torch.compile works: on CUDA, and on Linux CPUs that have a C++ compiler."""
     if device_type == "cpu":
-        return sys.platform == "linux" and shutil.which("g++") is not None
+        return sys.platform == "linux" and has_compiler()
     return device_type == "cuda"
 
 

@@ -628,10 +628,10 @@ def evaluate(model, batches, world=1):
     model.eval()
     for x, y, *more in batches:
         count = (y >= 0).sum()
-        mean = model(x, y, *more)[1]
-        sums.append(torch.stack([mean * count, count]))
+        sums.append(torch.stack([model(x, y, *more)[1], count]))
     model.train(training)
-    total = torch.stack(sums).cpu().double().sum(0)
+    means, counts = torch.stack(sums).cpu().double().unbind(1)
+    total = torch.stack([(means * counts).sum(), counts.sum()])
     if world > 1:
         total = total.to(x.device)
         torch.distributed.all_reduce(total)

@@ -2094,7 +2094,7 @@ def test_experts_and_routers_agree_over_ranks(data, tmp_path, shard):
     train(data, tmp_path / "one", **how)
     ranks(data, tmp_path / "two", **how, shard=shard)
     one, two = log_of(tmp_path / "one"), log_of(tmp_path / "two")
-    assert two.losses[:6] == pytest.approx(one.losses[:6], abs=3e-3)
+    assert two.losses[:2] == pytest.approx(one.losses[:2], abs=1e-5)
     assert two.losses == pytest.approx(one.losses, abs=0.1)  # rounding changes choices
     saved, last = checkpoint(tmp_path / "two")["model"], two.records[-1]
     for router in ("blocks.0.attn_router", "blocks.1.mlp_router"):  # scores of all ranks

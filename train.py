@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import signal
 import sys
 import time
@@ -129,7 +128,7 @@ def check_settings():
     for asked, possible, needed in needs:
         if not possible:
             fail(f"{asked} needs {needed}")
-    if compile and device.type == "cpu" and shutil.which("g++") is None:
+    if compile and device.type == "cpu" and not machine.has_compiler():
         fail("compile=True needs a C++ compiler on a CPU: install g++, or --compile=False")
     if not resuming and (checkpoint.newest(out_dir) or os.path.exists(log_path)):
         fail(f"{out_dir} already holds a run: continue with --init_from=resume or change --out_dir")

@@ -115,7 +115,7 @@ def contrast(weighted):
 
 
 def differences_at(length, losses, by_length):
-    """The losses minus those of other runs, interpolated at a length."""
+    """For each seed, the loss minus what other runs would have at this length."""
     return minus_shared(losses, losses_at(length, by_length))
 
 

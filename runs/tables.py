@@ -167,12 +167,15 @@ def verdict_facts():
         yield f"ahead after 1,000 steps: {word}", n
 
 
+def flops_of_step(lines):
+    """The FLOPs of a step. Some old lines do not have them."""
+    return next(line["flops"] / line["steps"] for line in lines if "flops" in line)
+
+
 def at_size():
     """The better designs at equal FLOPs, and their size over pre-norm's. Holm's correction counts
     all designs.
     """
-    of_step = lambda line: line["flops"] / line["steps"]
-    flops_of = lambda lines: next(of_step(line) for line in lines if "flops" in line)
     rows = []
     for optimizer, name in OPTIMIZERS.items():
         theirs = judged(optimizer)[0][BASELINE][1]
@@ -180,7 +183,7 @@ def at_size():
         found, gaps = {}, {}
         for each in compared(optimizer):
             ours = judged_lines(optimizer, each["mode"])
-            flops = flops_of(ours) / flops_of(theirs[1.0])
+            flops = flops_of_step(ours) / flops_of_step(theirs[1.0])
             by_seed = stats.differences_at(flops, losses_of(ours), by_length)
             gaps[each["mode"]] = stats.interval(by_seed), len(by_seed)
             if verdict([each["steps"]]) == "better":
@@ -423,8 +426,7 @@ def minus_dense(lines, steps):
 
 
 def at_equal_flops(lines):
-    of_step = mean(line["flops"] / line["steps"] for line in dense()[4000])
-    return minus_dense(lines, mean_of(lines, "flops") / of_step)
+    return minus_dense(lines, mean_of(lines, "flops") / flops_of_step(dense()[4000]))
 
 
 def mixtures():

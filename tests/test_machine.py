@@ -328,9 +328,11 @@ def test_bench_compares_a_mode_with_itself_only_once_and_needs_a_compiler(tmp_pa
     assert [*bench.configs(config, "nag,lns,nag")] == ["nag", "lns", "nag again"]
     with pytest.raises(ValueError, match="nag occurs more than twice"):
         bench.configs(config, "nag,nag,nag")
-    monkeypatch.setattr(machine, "can_compile", lambda device: False)
+    monkeypatch.setattr(machine, "has_compiler", lambda: False)
+    how = dict(out=tmp_path / "x.json", modes="nag", batch_size=2, rounds=2, device="cpu")
     with pytest.raises(SystemExit, match="on a CPU it needs Linux"):
-        run_bench(**TINY, what="forward", out=tmp_path / "x.json", modes="nag")
+        run_bench("--quick=True", **TINY, **how, what="forward")
+    assert run_bench("--quick=True", **TINY, **how, what="memory")["memory"]  # it does not compile
 
 
 @cases("mode, n", [("prenorm", 1), ("x0mix", 1), ("nag", 1), ("hc", 4)])

@@ -752,7 +752,7 @@ def test_sentences_written_by_hand_agree_with_the_results():
         first, last = gaps[:4], gaps[-1]  # up to 1,000 steps, and 4,000
         assert min(map(float, gaps)) == min(map(float, first)) < 4 * float(last)  # "they shrink"
     slow = tables.number("early", "prenorm at half its rate Muon", "step 700")
-    assert float(slow) < -0.05  # "at half of it, it leads early itself"
+    assert float(slow) < -0.05  # "at half that rate it leads early, too"
     for mode in ("nag", "ihc"):  # "lead as much at pre-norm's rate"
         names = f"{mode} Muon", f"{mode} at prenorm's rate"
         own, same = (float(tables.number("early", name, "step 700")) for name in names)
