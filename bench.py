@@ -59,7 +59,7 @@ shard = "none"  # size: none or fsdp, as in train.py
 ranks = 1  # size: number of processes
 rounds = 7  # timed rounds, after 2 warm-up rounds
 quick = False  # run four parts at a small size with few rounds
-dtype = "bfloat16"  # bfloat16 or float32: autocast, and tensors of forward, residual and generate
+dtype = "auto"  # of autocast, and of tensors of forward, residual, generate; auto: as in train.py
 device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
 out = "out/bench.json"  # file for the results
 
@@ -590,7 +590,6 @@ RULES = (
 def check_settings(base, settings):
     """The chosen parts. A bad value is an error before any work."""
     check(settings, RULES)
-    pick({"bfloat16": 0, "float32": 0}, dtype, "dtype")
     pick({"adamw": 0, "muon": 0}, optimizer, "optimizer")
     pick({"none": 0, "fsdp": 0}, shard, "shard")
     chosen = [pick(PARTS, part, "what") for part in what.split(",")]
@@ -612,7 +611,7 @@ def machine_speeds():
 
 
 def main():
-    global device
+    global device, dtype
     given = sys.argv[1:]
     others = settings_of(os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py"))
     unused = {each for each in others if not each.startswith(("sft_", "lora_"))}
@@ -620,7 +619,10 @@ def main():
     settings, _ = read(argv=given)
     if quick:
         settings, _ = read(argv=[*QUICK.split(), *given])
-    device = "cpu" if what == "size" else str(machine.pick_device(device))
+    if what == "size":  # of a run on GPUs
+        device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype
+    device = str(machine.pick_device(device))
+    dtype = machine.pick_dtype(dtype, device.split(":")[0])
     machine.prepare_process(device)
     base = GPTConfig(**{name: settings[name] for name in MODEL_SETTINGS})
     try:

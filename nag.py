@@ -65,8 +65,8 @@ def rotate(r, s, f, a, eps=1e-12, centre=True, orthogonal=True):
     """Eqs. 2, 3, 4 and 6 in one pass over r and f, without the 0/0 of plain_rotate.
 
     Eqs. 2 and 3 subtract multiples of r and of a vector of ones from f. The means of r, f, r^2, f r
-    and f^2 therefore give every norm, and the result is A r + D f + E with three scalars per token:
-    one read of r and f, one write of the new r. Its backward pass reads r, f and the gradient once.
+    and f^2 therefore give every norm: one read of r and f, one write of the new r. Its backward
+    pass reads r, f and the gradient once.
 
     The price is precision. The norm of f after Eqs. 2 and 3 is computed as a difference, which is
     mostly rounding error when f is nearly parallel to either. In float32, u is accurate to 1e-4
@@ -79,48 +79,56 @@ def rotate(r, s, f, a, eps=1e-12, centre=True, orthogonal=True):
     return new, s + 0.5 * (torch.log1p(a * a) if orthogonal else torch.log(square))
 
 
-def coefficients(r, f, rr, fr, ff, a, eps, centre, orthogonal):
-    """A, D, E of rotate, and the mean of (r + a u)^2, from the means of r, f, r^2, f r, f^2."""
-    least = 1000 * torch.finfo(ff.dtype).eps * ff
-
-    mean = f if centre else torch.zeros_like(f)
-    fr = fr - mean * r  # Eq. 2
-    ff = ff - mean * mean
-    c = fr / (rr + eps) if orthogonal else torch.zeros_like(f)
-    ff = (ff - c * fr).clamp(min=0)  # Eq. 3
-    fr = fr - c * rr
-
-    k = a * torch.rsqrt(torch.maximum(ff, least) + eps)  # Eq. 4: a u = k (f - mean - c r)
-    square = rr + 2 * k * fr + k * k * ff  # 1 + a^2 if u is orthogonal to r
-    n = torch.rsqrt(square + eps)
-    return n - n * k * c, n * k, -n * k * mean, square  # Eq. 6
-
-
 class Rotation(torch.autograd.Function):
-    """rotate without s. The gradients are multiples of grad, r, f and a vector of ones, too."""
+    """rotate without s. g = f - m - c r, z = r + k g, and the new r is n z. <x, y> is a mean."""
 
     @staticmethod
     def forward(ctx, r, f, a, eps, centre, orthogonal):
         x, y = upcast(r), upcast(f)
-        means = [z.mean(-1, keepdim=True) for z in (x, y, x * x, x * y, y * y)]
-        A, D, E, square = coefficients(*means, a, eps, centre, orthogonal)
-        ctx.save_for_backward(r, f, *means, a)
+        mean, m, rr, rf, ff = (v.mean(-1, keepdim=True) for v in (x, y, x * x, x * y, y * y))
+        least = 1000 * torch.finfo(ff.dtype).eps * ff
+
+        m = m if centre else torch.zeros_like(m)
+        rg, gg = rf - m * mean, ff - m * m  # <r, g> and <g, g> after Eq. 2
+        c = rg / (rr + eps) if orthogonal else torch.zeros_like(m)
+        gg = (gg - c * rg).clamp(min=0)  # Eq. 3
+        rg = rg - c * rr
+
+        h = torch.rsqrt(torch.maximum(gg, least) + eps)  # Eq. 4: u = h g
+        k = a * h
+        square = rr + 2 * k * rg + k * k * gg  # <z, z>, which is 1 + a^2 if g is orthogonal to r
+        n = torch.rsqrt(square + eps)
+        new = n * (x + k * (y - m - c * x))  # Eq. 6
+
+        bend = torch.where(gg > least, k * h * h, 0.0)  # dk/dg = -bend g / d, and 0 at the floor
+        ctx.save_for_backward(r, f, mean, m, rr, c, rg, gg, h, k, n, bend)
         ctx.parts = eps, centre, orthogonal
-        new = A * x + D * y + E
         # compiled by torch 2.11, a cast to the same dtype loses the gradient
         return new if new.dtype == r.dtype else new.to(r.dtype), square
 
     @staticmethod
     def backward(ctx, grad, of_square):
-        r, f, *scalars = ctx.saved_tensors
-        x, y, g, d = upcast(r), upcast(f), upcast(grad), r.size(-1)
-        by_scalars = lambda *scalars: coefficients(*scalars, *ctx.parts)
-        (A, D, _, _), pull = torch.func.vjp(by_scalars, *scalars)
-        of_A, of_D, of_E = (z.sum(-1, keepdim=True) for z in (g * x, g * y, g))
-        of_r, of_f, of_rr, of_fr, of_ff, of_a = pull((of_A, of_D, of_E, of_square))
-        grad_r = A * g + (of_r + 2 * of_rr * x + of_fr * y) / d
-        grad_f = D * g + (of_f + of_fr * x + 2 * of_ff * y) / d
-        return grad_r.to(r.dtype), grad_f.to(f.dtype), of_a, None, None, None
+        r, f, mean, m, rr, c, rg, gg, h, k, n, bend = ctx.saved_tensors
+        eps, centre, orthogonal = ctx.parts
+        x, y, new = upcast(r), upcast(f), upcast(grad)  # new: the gradient of the new r
+        d = r.size(-1)
+        new_r, new_f, new_1 = (v.mean(-1, keepdim=True) for v in (new * x, new * y, new))
+
+        new_g = new_f - m * new_1 - c * new_r
+        t = 2 * of_square / d - n * n * n * (new_r + k * new_g)  # of_z = n new + t z
+        of_z_g = n * new_g + t * (rg + k * gg)  # <of_z, g>
+        of_z_r = n * new_r + t * (rr + k * rg)
+        w = bend * of_z_g  # of_g = k of_z - w g
+        v = (w * rg - k * of_z_r) / (rr + eps) if orthogonal else 0.0  # d (rr + eps) v = of_c
+
+        g = y - m - c * x
+        of_z = n * new + t * (x + k * g)
+        of_g = k * of_z - w * g
+        of_r = of_z - c * of_g + v * (g - c * x)
+        of_f = of_g + v * x
+        if centre:  # minus the mean of of_f; that of g is -c mean
+            of_f = of_f - k * (n * new_1 + t * (1 - k * c) * mean) - (w * c + v) * mean
+        return of_r.to(r.dtype), of_f.to(f.dtype), h * d * of_z_g, None, None, None
 
 
 class Project(torch.autograd.Function):

@@ -147,6 +147,7 @@ def stand_in():
     name = "torch._inductor.compile_fx.__inductor_metrics"
     logging.getLogger(name).setLevel(logging.INFO)  # else no bytes are counted
     torch._dynamo.config.recompile_limit = 256
+    bench.dtype = "bfloat16"  # of autocast
 
 
 def read_and_write(config):
