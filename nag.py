@@ -80,7 +80,10 @@ def rotate(r, s, f, a, eps=1e-12, centre=True, orthogonal=True):
 
 
 class Rotation(torch.autograd.Function):
-    """rotate without s. g = f - m - c r, z = r + k g, and the new r is n z. <x, y> is a mean."""
+    """rotate without s: g = f - m - c r, z = r + k g, and the new r is n z.
+
+    <x, y> is the mean of x y over the features. of_z is the gradient of z, and so on.
+    """
 
     @staticmethod
     def forward(ctx, r, f, a, eps, centre, orthogonal):
@@ -110,25 +113,25 @@ class Rotation(torch.autograd.Function):
     def backward(ctx, grad, of_square):
         r, f, mean, m, rr, c, rg, gg, h, k, n, bend = ctx.saved_tensors
         eps, centre, orthogonal = ctx.parts
-        x, y, new = upcast(r), upcast(f), upcast(grad)  # new: the gradient of the new r
+        x, y, of_new = upcast(r), upcast(f), upcast(grad)
         d = r.size(-1)
-        new_r, new_f, new_1 = (v.mean(-1, keepdim=True) for v in (new * x, new * y, new))
+        in_r, in_f, in_1 = (v.mean(-1, keepdim=True) for v in (of_new * x, of_new * y, of_new))
 
-        new_g = new_f - m * new_1 - c * new_r
-        t = 2 * of_square / d - n * n * n * (new_r + k * new_g)  # of_z = n new + t z
-        of_z_g = n * new_g + t * (rg + k * gg)  # <of_z, g>
-        of_z_r = n * new_r + t * (rr + k * rg)
-        w = bend * of_z_g  # of_g = k of_z - w g
-        v = (w * rg - k * of_z_r) / (rr + eps) if orthogonal else 0.0  # d (rr + eps) v = of_c
+        in_g = in_f - m * in_1 - c * in_r  # <of_new, g>
+        t = 2 * of_square / d - n * n * n * (in_r + k * in_g)  # of_z = n of_new + t z
+        z_in_r = n * in_r + t * (rr + k * rg)  # <of_z, r>
+        z_in_g = n * in_g + t * (rg + k * gg)
+        w = bend * z_in_g  # of_g = k of_z - w g
+        v = (w * rg - k * z_in_r) / (rr + eps) if orthogonal else 0.0  # of_c / (d <r, r>)
 
         g = y - m - c * x
-        of_z = n * new + t * (x + k * g)
+        of_z = n * of_new + t * (x + k * g)
         of_g = k * of_z - w * g
         of_r = of_z - c * of_g + v * (g - c * x)
         of_f = of_g + v * x
-        if centre:  # minus the mean of of_f; that of g is -c mean
-            of_f = of_f - k * (n * new_1 + t * (1 - k * c) * mean) - (w * c + v) * mean
-        return of_r.to(r.dtype), of_f.to(f.dtype), h * d * of_z_g, None, None, None
+        if centre:  # minus the mean of of_f, with -c mean for that of g
+            of_f = of_f - k * (n * in_1 + t * (1 - k * c) * mean) - (w * c + v) * mean
+        return of_r.to(r.dtype), of_f.to(f.dtype), d * h * z_in_g, None, None, None
 
 
 class Project(torch.autograd.Function):

@@ -948,6 +948,14 @@ def test_nag_keeps_its_norm_in_bfloat16_over_256_sublayers():
     assert_close(s, torch.full_like(s, 128 * math.log(1 + 0.7**2)), rtol=1e-5, atol=0)
 
 
+@cases("centre", [True, False])
+@cases("orthogonal", [True, False])
+def test_the_gradient_of_a_rotation_is_that_of_finite_differences(centre, orthogonal):
+    r, _, f, a = some_lanes(3, 5, 16)
+    turned = lambda r, f, a: nag.Rotation.apply(1.7 * r, f, a, 1e-12, centre, orthogonal)
+    assert torch.autograd.gradcheck(turned, (r, f, a))
+
+
 @cases("dtype", [torch.float32, torch.bfloat16])
 def test_nag_survives_inputs_that_would_divide_by_zero(dtype):
     r, _, f, a = (x.detach() for x in some_lanes(4096, 1, 64, dtype=dtype))

@@ -38,7 +38,7 @@ BREAKS = [  # (name, file, code before, code after, pytest -k expression of the 
     ("the products of NAG's modulator without gradient", "nag.py",
      "torch.addmm(total, rows, w.to(grad.dtype))", "total", "equation"),
     ("the gradient of the rotation without that of its norm", "nag.py",
-     "n * new_g + t * (rg + k * gg)", "n * new_g", "equation"),
+     "n * in_g + t * (rg + k * gg)", "n * in_g", "equation"),
     ("p for 1 - p", "bhyt.py", "(1 - P) ** -0.5", "P**-0.5", "golden"),
     ("variance not scaled squared", "bhyt.py", "gate * gate * self.c", "gate * self.c", "equation"),
     ("tanh's gradient", "bhyt.py", "grad * (1 - t * t)", "grad * (1 - t)", "tanh"),
