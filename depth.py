@@ -113,6 +113,7 @@ def look(model, x, y):
     value, for the embedding. "mixing entropy" is that of the matrices that mix n streams. "sources"
     is a matrix: the weights that each sublayer, and last the head, gives to its sources. The oldest
     source comes first, and later ones have weight 0.
+    "before MLP" is the mean square that BHyT predicts, and R2 tells how well it does.
     directions (2 n_layer, C) are the mean directions of the sublayers' updates.
     """
     seen, directions, first = defaultdict(list), [], None
@@ -136,6 +137,12 @@ def look(model, x, y):
             seen["sources"].append(weights.flatten(0, -2).mean(0))
         if isinstance(sublayer, Attention):
             seen["sink"].append(sink(sublayer, h, rope))
+            if residual.predicts and stream.lane is not None:  # the attention may be pruned
+                measured, predicted = upcast(stream.x).square().mean(-1), stream.lane[..., 0]
+                error = (measured - predicted).square().mean()
+                seen["before MLP"].append(measured.mean())
+                seen["predicted"].append(predicted.mean())
+                seen["R2"].append(1 - error / measured.var(correction=0))
         else:
             describe(new, seen)
             seen["cosine"].append(F.cosine_similarity(last, new, dim=-1).mean())

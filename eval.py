@@ -162,7 +162,7 @@ def show_loss(report):
 
 TABLES = {
     "stream": ("variance", "norm", "magnitude", "max", "max/rms", "kurtosis"),
-    "block": ("cosine", "dropped", "gradient", "sink"),
+    "block": ("cosine", "dropped", "gradient", "sink", "before MLP", "predicted", "R2"),
     "sublayer": ("update", "rotation", "from embedding", "alpha", "a", "mixing entropy"),
 }
 

@@ -1060,6 +1060,21 @@ def test_bhyt_has_its_initial_values_a_learned_or_frozen_lambda_and_a_saved_c():
 
 
 @torch.no_grad()
+def test_depth_tells_how_well_bhyt_predicts_the_variance():
+    model, idx = shaken(tiny(residual="bhyt")).eval(), some_ids()
+    seen, *_ = depth.look(model, idx, idx)
+    middles = [after for _, residual, *_, after in depth.walk(model, idx) if residual.first]
+    for i, stream in enumerate(middles):
+        measured, predicted = mean_square(stream.x).flatten(), stream.lane.flatten()
+        errors, spread = (predicted - measured).square().sum(), measured - measured.mean()
+        own = measured.mean(), predicted.mean(), 1 - errors / spread.square().sum()
+        found = tuple(seen[name][i] for name in ("before MLP", "predicted", "R2"))
+        assert_close(found, own, rtol=1e-4, atol=1e-4)
+    assert len(seen["R2"]) == model.config.n_layer
+    assert "R2" not in depth.look(tiny(residual="bhyt_exact").eval(), idx, idx)[0]
+
+
+@torch.no_grad()
 @cases("changes", [
     dict(residual="nag"), dict(residual="nag", tied=False),
     dict(residual="bhyt", activation="swiglu", n_kv_head=1, bias=True),
