@@ -622,7 +622,7 @@ def main():
     if what == "size":  # of a run on GPUs
         device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype
     device = str(machine.pick_device(device))
-    dtype = machine.pick_dtype(dtype, device.split(":")[0])
+    dtype = machine.pick_dtype(dtype, torch.device(device).type)
     machine.prepare_process(device)
     base = GPTConfig(**{name: settings[name] for name in MODEL_SETTINGS})
     try:
@@ -630,14 +630,14 @@ def main():
     except ValueError as error:
         raise SystemExit(f"bench.py: {error}") from error
     compiles = any(part not in (memory, size) for part in chosen)
-    if compiles and device == "cpu" and not machine.has_compiler():
+    if compiles and device == "cpu" and not machine.can_compile("cpu"):
         raise SystemExit("bench.py compiles: on a CPU it needs Linux and a C++ compiler (g++)")
     torch._dynamo.config.recompile_limit = 256  # one process compiles many modes
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
     name, threads = machine.device_name(torch.device(device)), torch.get_num_threads()
     report = {"settings": settings, "git": machine.commit(), "torch": torch.__version__}
-    report |= {"device": name, "threads": threads}
+    report |= {"device": name, "threads": threads, "dtype": dtype}
     of_cores = f"{threads} threads on {machine.cores()} cores"
     print(f"{name}, torch {torch.__version__}, {of_cores}, {dtype}")
     shape = "n_layer n_head n_embd block_size vocab_size".split()

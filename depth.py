@@ -113,7 +113,8 @@ def look(model, x, y):
     value, for the embedding. "mixing entropy" is that of the matrices that mix n streams. "sources"
     is a matrix: the weights that each sublayer, and last the head, gives to its sources. The oldest
     source comes first, and later ones have weight 0.
-    "before MLP" is the mean square that BHyT predicts, and R2 tells how well it does.
+    "before MLP" is the mean square before each MLP, "predicted" what BHyT takes for it, and R2 the
+    share of its variance over tokens that this explains.
     directions (2 n_layer, C) are the mean directions of the sublayers' updates.
     """
     seen, directions, first = defaultdict(list), [], None
@@ -137,8 +138,9 @@ def look(model, x, y):
             seen["sources"].append(weights.flatten(0, -2).mean(0))
         if isinstance(sublayer, Attention):
             seen["sink"].append(sink(sublayer, h, rope))
-            if residual.predicts and stream.lane is not None:  # the attention may be pruned
-                measured, predicted = upcast(stream.x).square().mean(-1), stream.lane[..., 0]
+            if residual.predicts:
+                lane = before.lane if stream.lane is None else stream.lane  # None: it is pruned
+                measured, predicted = upcast(stream.x).square().mean(-1), lane[..., 0]
                 error = (measured - predicted).square().mean()
                 seen["before MLP"].append(measured.mean())
                 seen["predicted"].append(predicted.mean())

@@ -1072,6 +1072,9 @@ def test_depth_tells_how_well_bhyt_predicts_the_variance():
         assert_close(found, own, rtol=1e-4, atol=1e-4)
     assert len(seen["R2"]) == model.config.n_layer
     assert "R2" not in depth.look(tiny(residual="bhyt_exact").eval(), idx, idx)[0]
+    prune.skip(model, [0], "sublayer")  # attention; its MLP then measures for itself
+    pruned = depth.look(model, idx, idx)[0]["R2"]
+    assert len(pruned) == model.config.n_layer and pruned[0] > 1 - 1e-5 > pruned[1]
 
 
 @torch.no_grad()
@@ -2118,7 +2121,8 @@ def test_experts_and_routers_agree_over_ranks(data, tmp_path, shard):
     ranks(data, tmp_path / "two", **how, shard=shard)
     one, two = log_of(tmp_path / "one"), log_of(tmp_path / "two")
     assert two.losses[:2] == pytest.approx(one.losses[:2], abs=1e-5)
-    assert two.losses == pytest.approx(one.losses, abs=0.1)  # rounding changes choices
+    assert two.losses[:6] == pytest.approx(one.losses[:6], abs=1e-2)  # rounding changes choices
+    assert two.losses == pytest.approx(one.losses, abs=0.1)
     saved, last = checkpoint(tmp_path / "two")["model"], two.records[-1]
     for router in ("blocks.0.attn_router", "blocks.1.mlp_router"):  # scores of all ranks
         scored = saved[router + ".histogram"].sum(), saved[router + ".fresh"].sum()
