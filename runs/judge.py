@@ -40,7 +40,7 @@ from operator import itemgetter
 import stats
 import study
 import torch
-from stats import gap_at, gap_of, length_of, losses_of, minus, plus_minus, verdict, with_range
+from stats import gap_at, gap_of, length_of, losses_of, plus_minus, verdict, with_range
 from study import ROOT
 
 import plot
@@ -266,7 +266,7 @@ def compare(mode, choice, lines, theirs, ratios):
         if math.inf in each:
             count = f"{each.count(math.inf)} of {len(each)}"
             return found | {"diverged": f"{count} runs of {who} diverged"}
-    gaps = minus(ours, others)
+    gaps = stats.differences(lines, theirs[1.0])
     gap = stats.interval(gaps)
     found |= {"loss": statistics.mean(ours), "steps": gap}
     at_rates = [gap_of(lines, theirs[name]) for name in ("half", "twice") if name in theirs]

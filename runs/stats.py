@@ -82,7 +82,10 @@ def losses_of(lines):
 
 
 def differences(ours, theirs):
-    """Our losses minus theirs, for each seed."""
+    """Our losses minus theirs, for each seed. Both runs of a pair must share data and computes."""
+    for pair in zip(ours, theirs):
+        if len({(line.get("data"), line.get("computes")) for line in pair}) > 1:
+            raise SystemExit("a pair of runs has different data, devices, dtypes or compilation")
     return minus_shared(losses_of(ours), losses_of(theirs))
 
 

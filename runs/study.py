@@ -361,11 +361,16 @@ class NotFinished(SystemExit):
 
 
 def find(study, runs, look=()):
-    """As run, but trains nothing: an error if a run has not finished. look is not used."""
+    """As run, but trains nothing: an error if a run has not finished, or if the runs of a seed do
+    not share what place returns. look is not used.
+    """
     keys = [key(settings) for settings in runs]
     lines = {name: line for name, line in finished(study).items() if name[0] in keys}
-    if len({name[1:] for name in lines}) > 1:
-        raise SystemExit(f"{study}: its runs have different data, devices, dtypes or compilation")
+    places = {(line["settings"].get("seed"), *name[1:]) for name, line in lines.items()}
+    seeds = {seed for seed, *_ in places}
+    if len(places) > len(seeds):
+        text = "runs of a seed have different data, devices, dtypes or compilation"
+        raise SystemExit(f"{study}: {text}")
     by_key = {name[0]: line for name, line in lines.items()}
     if by_key.keys() != set(keys):
         raise NotFinished(f"{study}: some of these runs have not finished")

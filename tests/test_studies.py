@@ -106,6 +106,14 @@ def test_runs_on_other_data_are_other_runs(place, monkeypatch):
     with pytest.raises(SystemExit, match="different data"):
         study.find("toy", [{"seed": 1}])
 
+    lines = study.run("toy", [{"seed": 2}, {"seed": 3}])
+    monkeypatch.setattr(study, "data_hash", lambda data_dir: "a third one")
+    others = study.run("toy", [{"seed": 4}])
+    mixed = [{"seed": seed} for seed in (2, 3, 4)]
+    assert study.find("toy", mixed) == lines + others
+    with pytest.raises(SystemExit, match="a pair of runs has different data"):
+        stats.gap_of(lines, [lines[0], *others])
+
 
 def test_a_finished_log_becomes_a_line(tmp_path):
     header = {"max_iters": 100, "resolved": {"max_bad_steps": 5}}
