@@ -44,6 +44,7 @@ from generate import FOLDS, KVCache, compiled_step, next_token
 from mod import routers
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, compile_options, settings_of_others
 from norms import pick
+from streams import group_size
 
 what = "forward,residual,train,memory,generate,mod"  # parts, separated by commas
 modes = "prenorm,nag,bhyt"  # residual modes, separated by commas; ratios are to the first
@@ -230,10 +231,16 @@ def forward(base, copy, matmul):
     return compare("forward, one block", runs, rounds, matrix_rate(flops, matmul))
 
 
+def shallow(config, n_layer):
+    """The config with another number of blocks. The blocks of attnres_block keep their size."""
+    sized = {"attnres_size": group_size(config)} if config.residual == "attnres_block" else {}
+    return replace(config, n_layer=n_layer, **sized)
+
+
 def block_forward(config):
     """(function that runs the forward of one compiled block, its FLOPs)"""
     torch.manual_seed(0)
-    model = GPT(replace(config, n_layer=1)).to(device, getattr(torch, dtype)).eval()
+    model = GPT(shallow(config, 1)).to(device, getattr(torch, dtype)).eval()
     options = compile_options(config.residual, torch.device(device).type)
     block, rope = torch.compile(model.blocks[0], options=options), (model.cos, model.sin)
     positions = torch.arange(config.block_size, device=device)[:, None]
@@ -284,7 +291,7 @@ def writes_and_reads(attention, mlp, start):
 
 def two_sublayers(config, shape, device, stream_dtype):
     """A function that runs writes_and_reads and its backward, on random (B, T, C)."""
-    model = GPT(replace(config, n_layer=2)).to(device)
+    model = GPT(shallow(config, 2)).to(device)
     last = model.blocks[-1]  # the first one of keel differs
     attention, mlp = last.attn_residual, last.mlp_residual
     random_stream = lambda: torch.randn(shape, device=device).to(getattr(torch, stream_dtype))
@@ -419,7 +426,7 @@ def kept_bytes(model, x):
 def generate(base, copy, matmul):
     report, named = {}, configs(base, modes)
     numbers = [*map(int, new_tokens.split(","))]
-    length = prompt_tokens + max(numbers)
+    length = prompt_tokens + max(3, *numbers)  # generation() decodes 3
     for rows in map(int, batches_of.split(",")):
         runs = {name: generation(config, rows, length) for name, config in named.items()}
         buffer = torch.ones(next(iter(runs.values()))[-1] // 4, device=device)  # as many bytes
@@ -509,7 +516,7 @@ def mod(base, copy, matmul):
         step, model, _ = stepper_as_set(replace(config, **routing))
         found = routers(model)
         for one, more in zip(found, torch.linspace(-0.1, 0.1, len(found)).tolist()):
-            one.share.fill_(1 - rate + more)
+            one.share.fill_(min(1.0, 1 - rate + more))
             one.update_k()
         x = tokens(config, batch_size, device)
 
@@ -593,6 +600,8 @@ def check_settings(base, settings):
     pick({"adamw": 0, "muon": 0}, optimizer, "optimizer")
     pick({"none": 0, "fsdp": 0}, shard, "shard")
     chosen = [pick(PARTS, part, "what") for part in what.split(",")]
+    if size in chosen and len(chosen) > 1:
+        raise ValueError(f"{what=}: size goes alone")
     tried = [base] if what == "size" else configs(base, modes).values()
     with torch.device("meta"):
         for config in tried:

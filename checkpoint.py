@@ -15,6 +15,7 @@ import glob
 import os
 import pickle
 import shutil
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -227,3 +228,13 @@ def save(path, state):
     torch.serialization.set_crc32_options(False)
     with atomic(path) as file:
         torch.save({**state, "format": FORMAT}, file)
+
+
+def save_start(path, state, model):
+    """Write a model and the rest of a loaded state, for --init_from. No run can resume from it."""
+    copy_tokenizer(os.path.dirname(state["path"]), os.path.dirname(path) or ".")
+    left_out = ("path", "optimizers", "tokens_per_step", "lora")
+    state = {key: value for key, value in state.items() if key not in left_out}
+    config = asdict(model.config)
+    state |= {"model": model.state_dict(), "config": config}
+    save(path, state | {"settings": state["settings"] | config})

@@ -23,9 +23,8 @@ leaves it as it is, because it is the embedding. NAG measures (3) and (4) on TOK
 training text.
 """
 
-import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -161,12 +160,7 @@ def main(path, to, *argv):
     batches = text_of(state, source.config) if residual == "nag" else []
     model = convert(source, batches, residual, **others)
 
-    checkpoint.copy_tokenizer(os.path.dirname(state["path"]), os.path.dirname(to) or ".")
-    left_out = ("path", "optimizers", "tokens_per_step")  # so no run can resume or branch from it
-    state = {k: v for k, v in state.items() if k not in left_out}
-    config = asdict(model.config)
-    state |= {"model": model.state_dict(), "config": config}
-    checkpoint.save(to, state | {"settings": state["settings"] | config})
+    checkpoint.save_start(to, state, model)
     print(f"{to}: {residual}; train it further with --init_from={to}")
 
 

@@ -237,12 +237,9 @@ def main(path, to):
     """Write a checkpoint with its adapters merged, for --init_from."""
     checkpoint.prepare_folder(to)
     state, model = checkpoint.load_model(path)
-    if state.pop("lora", None) is None:
+    if state.get("lora") is None:
         raise SystemExit(f"{path} has no adapters to merge")
-    state["model"] = model.state_dict()
-    checkpoint.copy_tokenizer(os.path.dirname(state.pop("path")), os.path.dirname(to) or ".")
-    state = {k: v for k, v in state.items() if k not in ("optimizers", "tokens_per_step")}
-    checkpoint.save(to, state)  # without optimizer state: no run can resume or branch from it
+    checkpoint.save_start(to, state, model)
     print(f"{to}: the model with its adapters merged")
 
 

@@ -134,7 +134,7 @@ def inverse_rms(X, eps):
     return torch.rsqrt(sum(upcast(x).square() for x in X).mean(-1, keepdim=True) / len(X) + eps)
 
 
-def sinkhorn(logits, iters=20, eps=EPS):
+def sinkhorn(logits, iters, eps):
     """Eq. 5: M (n, n, ...), whose columns sum to 1, and rows almost.
 
     Tokens are last, so that a vector instruction handles one entry of many tokens.
@@ -421,12 +421,16 @@ class AttnRes(PreNorm):
         return new.replace(x=torch.where(runs, new.x, old.x), lane=lane)
 
 
+def group_size(config):
+    """The sublayers of a block of attnres_block."""
+    return config.attnres_size or math.ceil(2 * config.n_layer / 8)
+
+
 class BlockAttnRes(AttnRes):
     settings = ("attnres_size",)
 
     def __init__(self, config, layer):
-        size = config.attnres_size or math.ceil(2 * config.n_layer / 8)
-        super().__init__(config, layer, size)
+        super().__init__(config, layer, group_size(config))
 
 
 RESIDUALS = {"hc": HC, "mhc": MHC, "ihc": IHC, "attnres": AttnRes, "attnres_block": BlockAttnRes}

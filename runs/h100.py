@@ -36,7 +36,7 @@ parts = "dense,experts,skipping"  # step: kinds of models
 out: str | None = None  # a .json file for the numbers
 
 SHAPE = (4, 1024, 2048)
-BLOCK = dict(n_layer=2, n_head=16, n_kv_head=4, n_embd=2048, block_size=1024, vocab_size=256)
+BLOCK = dict(n_layer=8, n_head=16, n_kv_head=4, n_embd=2048, block_size=1024, vocab_size=256)
 KINDS = {
     "dense": {},
     "experts": dict(moe_experts=8, n_hidden=1024),
@@ -156,7 +156,7 @@ def read_and_write(config):
 
 
 def training_step(config):
-    model = GPT(config)
+    model = GPT(bench.shallow(config, 2))
     model.compile_blocks()
     ids = torch.randint(config.vocab_size, SHAPE[:2])
     with autocast("cuda", "bfloat16"):
@@ -171,7 +171,8 @@ def measured(run, config):
     torch._dynamo.utils.counters.clear()
     with FakeTensorMode(), torch.device("cuda:0"):
         run(config)
-    one_pass = math.prod(SHAPE) * getattr(torch, stream).itemsize
+    itemsize = getattr(torch, stream).itemsize if what == "residual" else 4
+    one_pass = math.prod(SHAPE) * itemsize
     passes = round(metrics.num_bytes_accessed / one_pass, 2)
     found = {"passes": passes, "kernels": metrics.generated_kernel_count}
     breaks = torch._dynamo.utils.counters["graph_break"]
@@ -194,6 +195,8 @@ def main():
     configure(globals(), argv=sys.argv[1:])
     if what not in ("residual", "step"):
         raise SystemExit(f"what={what!r}: choose residual or step")
+    if not {*parts.split(",")} <= {*KINDS}:
+        raise SystemExit(f"parts={parts!r}: choose from {', '.join(KINDS)}")
     stand_in()
     run, report = read_and_write if what == "residual" else training_step, {}
     for name, config in cases():

@@ -32,7 +32,6 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields
 from functools import cache, partial
 from itertools import product
 from operator import itemgetter
@@ -40,12 +39,12 @@ from operator import itemgetter
 import stats
 import study
 import torch
-from stats import gap_at, gap_of, length_of, losses_of, plus_minus, verdict, with_range
+from stats import decided, gap_at, gap_of, length_of, losses_of, plus_minus, verdict, with_range
 from study import ROOT
 
 import plot
 from configurator import configure
-from model import GPT, RESIDUALS, GPTConfig
+from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig
 
 residual = "nag"  # modes to judge, separated by commas; all: every mode
 baseline = "prenorm"  # the mode to compare with
@@ -58,7 +57,7 @@ OWN = ("residual", "baseline", "seeds", "tune_share", "rehearse", "name")
 SCALE = str(ROOT / "config" / "judge_8x64.py")
 TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048 --log_interval=4"
 TOY += " --compile=False"
-AROUND = (0.5, 1.0, 2.0)  # learning rates to try first, as multiples of the scale's
+AROUND = (0.5, 1.0, 2.0)  # learning rates to try first, as multiples of one
 TUNING = (0, 100, 101)  # seeds that tune; all but the last choice uses only the first
 EQUAL = 0.001  # if the losses of a grid of rates differ by less, no model has learned
 FACTORS = {  # multiples of a rate's default; each list is tried until one does not help
@@ -119,8 +118,8 @@ def with_rate(choice, rate):
 def best_rate(scale, mode, choice, lines_of, length=None, around=AROUND):
     """The choice with the best learning rate, from a grid that grows until the best is inside.
 
-    A grid with equal losses grows to lower rates: no model learned. Prints a message if the best of
-    7 rates is at an edge. The grid of a rehearsal does not grow.
+    A grid with equal losses grows to lower rates: no model learned. Prints a message if 7 rates
+    have no best one inside. The grid of a rehearsal does not grow.
     """
     rates = [choice["learning_rate"] * times for times in around][: 2 if rehearse else None]
     while True:
@@ -131,7 +130,8 @@ def best_rate(scale, mode, choice, lines_of, length=None, around=AROUND):
         if rehearse or 0 < at < len(rates) - 1 and not equal:
             return choices[at]
         if len(rates) == 7:
-            study.say(f"{mode}: the best learning rate is at the edge of {rates}")
+            why = "equal losses at" if equal else "the best learning rate is at the edge of"
+            study.say(f"{mode}: {why} {rates}")
             return choices[at]
         rates = [rates[0] / 2, *rates] if at == 0 or equal else [*rates, rates[-1] * 2]
 
@@ -147,7 +147,7 @@ def tune(scale, mode, lines_of):
     chosen = best_rate(scale, mode, {"learning_rate": usual}, lines_of)
     starts = [chosen | {"init_out": start} for start in other_starts(scale, mode)]
     chosen = pick_best([chosen, *starts])
-    for setting in FACTORS if has_gates(mode) else ("embed_lr",):
+    for setting in FACTORS if has_gates(**shape_of(scale) | {"residual": mode}) else ("embed_lr",):
         usual = (study.DEFAULTS | scale)[setting] or chosen["learning_rate"]
         for factors in FACTORS[setting]:
             for factor in factors:
@@ -177,7 +177,7 @@ def nearby(choice):
 
 
 def shape_of(scale):
-    return {field.name: scale[field.name] for field in fields(GPTConfig) if field.name in scale}
+    return {name: scale[name] for name in MODEL_SETTINGS & scale.keys()}
 
 
 def other_starts(scale, mode):
@@ -198,9 +198,9 @@ def refusal(**shape):
 
 
 @cache
-def has_gates(mode):
+def has_gates(**shape):
     with torch.device("meta"):
-        return bool(GPT(GPTConfig(residual=mode)).param_groups()["gates"])
+        return bool(GPT(GPTConfig(**shape)).param_groups()["gates"])
 
 
 def lengths(ratios):
@@ -303,9 +303,8 @@ def cells(found):
     ratio, tuned = f"{found['ratio']:.2f}", study.written(found["choice"])
     if found["diverged"]:
         return [*row, "", found["diverged"], "", "", ratio, "", "", tuned]
-    at_time = "no baseline run this short or long", ""
-    if found["times"]:
-        at_time = plus_minus(found["times"][1]), verdict(found["times"])
+    too_far = "no baseline run this short or long", ""
+    at_time = decided(found["times"]) if found["times"] else too_far
     at_steps = plus_minus(found["steps"]), ", ".join([verdict([found["steps"]]), *found["doubts"]])
     worth = with_range(found["worth"])
     return [*row, f"{found['loss']:.4f}", *at_steps, worth, ratio, *at_time, tuned]
@@ -374,7 +373,7 @@ def lines_of_mode(scale, mode):
 
 
 def main():
-    own = [arg for arg in sys.argv[1:] if arg[2:].partition("=")[0] in (*OWN, "help")]
+    own = [arg for arg in sys.argv[1:] if arg.strip("-").partition("=")[0] in (*OWN, "h", "help")]
     rest = [arg for arg in sys.argv[1:] if arg not in own]
     configure(globals(), argv=own)
     files = [arg for arg in rest if not arg.startswith("--")] or [SCALE]
@@ -388,8 +387,8 @@ def main():
     scale = study.parse([*files, *given])
     modes = [*RESIDUALS] if residual == "all" else residual.split(",")
     everyone = [*dict.fromkeys([baseline, *modes])]
-    if seeds < 2 or len(everyone) < 2:
-        raise SystemExit(f"give at least 2 seeds, and a mode that is not the baseline {baseline}")
+    if not 2 <= seeds < 100 or len(everyone) < 2:  # from 100 on, seeds tune
+        raise SystemExit(f"give 2 to 99 seeds, and a mode that is not the baseline {baseline}")
     for mode in everyone:
         if why := refusal(**shape_of(scale) | {"residual": mode}):
             raise SystemExit(why)

@@ -41,7 +41,7 @@ optimizer = "muon"  # or adamw
 timed = False  # time the steps of these models, once the judge has tuned them; train nothing
 
 SCALE = study.parse([judge.SCALE])
-SEEDS = range(11, 17)  # new: judge.py tuned on 0 and judged on 1, 2, ...; some have the first few
+SEEDS = range(11, 17)  # new: judge.py judged on 1, 2, ...; some have only the first few
 NAG = {
     "not orthogonal": {"nag_orthogonal": False},
     "not modulated": {"nag_directions": 0},
@@ -73,7 +73,7 @@ def mixtures(rate):
 
 FEWER = {f"nag with {n} blocks": {"n_layer": n} for n in (6, 5)}
 LARGEST = {"max_iters": 8000, "n_layer": 16}  # of runs that tune
-OTHER_RATES = {  # of pre-norm, because one tuning seed cannot tell which rate is best
+OTHER_RATES = {  # of pre-norm, because few tuning seeds cannot tell which rate is best
     f"prenorm at {words} the rate": {"residual": "prenorm", "learning_rate": times}
     for words, times in (("half", 0.5), ("twice", 2.0))
 }
@@ -192,7 +192,7 @@ def main():
     changes, settings_of = selected(PLANS[what])
     if timed:
         if len(PLANS[what][1]) > 1:
-            raise SystemExit("timed: only for nag, bhyt and mod, which have one length")
+            raise SystemExit("timed: only for plans with one length or shape")
         runs = runs_of(changes, settings_of, study.find, optimizer)
         print(study.race("lead", {name: of_seeds[0] for (name, _), of_seeds in runs.items()}))
         return

@@ -38,7 +38,7 @@ from model import RESIDUALS
 
 RESULTS = ROOT / "results"
 PAGES = ("RESULTS.md", "results/more.md", "README.md")
-SEEDS = {"muon": (judge.seeds, 5), "adamw": (judge.seeds, 3)}  # the most that a mode's runs have
+SEEDS = (judge.seeds, 5)  # numbers of seeds that a mode may have, the most first
 BASELINE = judge.baseline
 DEPTHS = (4, 8, 16, 32)
 OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
@@ -72,7 +72,7 @@ def judged(optimizer):
     scale, lines_of = scale_of(optimizer), partial(find, "judge")
     trained = {}
     for mode in RESIDUALS:
-        found = with_most_seeds(SEEDS[optimizer], partial(judge.train, scale, mode, lines_of))
+        found = with_most_seeds(SEEDS, partial(judge.train, scale, mode, lines_of))
         if found:
             trained[mode] = found
     ratios = study.race("judge", judge.timed(scale, trained), measure=False)
@@ -85,7 +85,7 @@ def judged(optimizer):
     for name, other in {**own, **judge.other_rates(choice)}.items():
         length = name if name in lengths else 1.0
         runs = partial(judge.of_seeds, scale, BASELINE, other, length=length)
-        found = with_most_seeds(SEEDS[optimizer], lambda n, runs=runs: lines_of(runs(n)))
+        found = with_most_seeds(SEEDS, lambda n, runs=runs: lines_of(runs(n)))
         if found:
             lines[name] = found
     return trained, ratios

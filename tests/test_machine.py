@@ -9,6 +9,7 @@ import os
 import sys
 import weakref
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
 from types import SimpleNamespace
@@ -333,6 +334,13 @@ def test_bench_compares_a_mode_with_itself_only_once_and_needs_a_compiler(tmp_pa
     with pytest.raises(SystemExit, match="on a CPU it needs Linux"):
         run_bench("--quick=True", **TINY, **how, what="forward")
     assert run_bench("--quick=True", **TINY, **how, what="memory")["memory"]  # it does not compile
+
+
+def test_a_shallower_model_keeps_the_groups_of_attention_residuals():
+    deep = GPTConfig(**TINY | {"n_layer": 8, "residual": "attnres_block"})
+    shallow = bench.shallow(deep, 2)
+    assert (shallow.n_layer, shallow.attnres_size) == (2, 2)  # from 2 blocks it would be 1
+    assert bench.shallow(replace(deep, residual="attnres"), 2).attnres_size is None
 
 
 @cases("mode, n", [("prenorm", 1), ("x0mix", 1), ("nag", 1), ("hc", 4)])

@@ -396,7 +396,8 @@ def test_a_rehearsal_is_small_and_says_so(place, monkeypatch, capsys):
 
 @cases("argv, message", [
     ("--residual=foo", f"residual='foo': choose one of {', '.join(RESIDUALS)}"),
-    ("--residual=prenorm", "give at least 2 seeds, and a mode that is not the baseline prenorm"),
+    ("--residual=prenorm", "give 2 to 99 seeds, and a mode that is not the baseline prenorm"),
+    ("--seeds=100", "give 2 to 99 seeds"),
     ("--residual=nag --n_embd=63", "n_embd"),
 ])  # fmt: skip
 def test_the_judge_refuses_what_it_cannot_build_in_one_line(monkeypatch, argv, message):
@@ -406,6 +407,12 @@ def test_the_judge_refuses_what_it_cannot_build_in_one_line(monkeypatch, argv, m
     with pytest.raises(SystemExit, match=message) as refused:
         judge.main()
     assert "\n" not in str(refused.value)
+
+
+def test_the_judge_tunes_the_rate_of_routers():
+    assert not judge.has_gates(**judge.shape_of(study.parse([judge.SCALE])))
+    routed = study.parse([judge.SCALE, "--mod_on=mlp", "--mod_rate=0.2", "--mod_router=learned"])
+    assert judge.has_gates(**judge.shape_of(routed))
 
 
 def test_the_time_left_agrees_with_the_estimate_until_much_is_measured(monkeypatch):
