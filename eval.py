@@ -3,7 +3,7 @@ Evaluate a checkpoint: loss, measurements by depth, skipped tokens, benchmark ta
 
     python eval.py --out_dir=out --what=loss,depth,sample --prompt='def main():'
     python eval.py --out_dir=out --what=loss --text=book.txt
-    python eval.py --out_dir=out --what=tasks --tasks=piqa,boolq --limit=100
+    python eval.py --out_dir=out --what=tasks --tasks=winogrande,boolq --limit=100
 
 It prints each part and writes the numbers to eval.json in out_dir.
 """

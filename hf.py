@@ -65,7 +65,7 @@ RENAMES = (  # names here -> names in the files
 BEFORE = {"attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 BEHIND = {"attn": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = ("F32", "F16", "BF16")
 
 
 def fail(message):

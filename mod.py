@@ -12,8 +12,8 @@ Evaluation and generation are causal. A token runs where q >= tau.              
 
 Training runs the k tokens of a sequence with the highest q. They are gathered, so that the
 others are not computed. Top-k looks at later tokens: eval.py reports its loss apart from the loss.
-Which of several equal scores it takes depends on the device. Equal tokens have equal scores in the
-first sublayer.
+Which of several equal scores it takes depends on the device. In the first sublayer, equal tokens
+after equal tokens have equal scores.
 
 A running histogram of q sets tau and k, after the first step and then every BALANCE steps.     (4)
 With mod_budget "global", all sublayers share one tau, below which on average mod_rate of the scores

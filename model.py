@@ -406,7 +406,8 @@ class GPT(nn.Module):
     def param_groups(self):
         """Parameter names by optimizer group. The owning module decides, never the name.
 
-        gates: the parameters of a residual except the gains of its norms, and scalars of norms.
+        gates: the parameters of a residual except the gains of its norms, scalars of norms, and
+        the routers of mod.py.
         maps: the parameters of a residual that decay: those that its class lists in `decays`.
         """
         kinds = ("matrices", "experts", "embeddings", "head", "maps", "vectors", "gates")
@@ -518,12 +519,13 @@ CHOICES = {  # settings that must be one of some names
 
 AT_LEAST_1 = "n_layer n_head n_kv_head head_dim n_embd n_hidden block_size vocab_size"
 AT_LEAST_1 += " bhyt_context hc_streams attnres_size"
+FROM_0 = "smear head_scale moe_experts moe_shared nag_directions"
 ABOVE_0 = "rope_base init_scale embed_scale logit_cap norm_eps"
 RANGES = (
     (AT_LEAST_1, lambda v: v >= 1, "at least 1"),
     (ABOVE_0, lambda v: 0 < v < math.inf, "above 0 and finite"),
     ("nag_first_logits", lambda v: 1e-3 <= v < math.inf, "at least 0.001 and finite"),
-    ("smear head_scale moe_shared nag_directions", lambda v: v >= 0, "at least 0"),
+    (FROM_0, lambda v: 0 <= v < math.inf, "at least 0 and finite"),
     ("dropout mod_rate", lambda v: 0 <= v < 1, "at least 0 and below 1"),
 )
 

@@ -10,7 +10,8 @@ The setting moe_balance chooses how the load of the experts is balanced:
     loss   the loss gains RATE * E sum_e (share of choices on e) (mean s_e)    arXiv 2101.03961 (4)
 
 One parameter (E, out, in) holds a matrix of all experts. Tokens are sorted by expert and multiplied
-group by group: one kernel in bfloat16, a loop in other dtypes, because torch has no kernel there.
+group by group: one kernel in bfloat16 if 8 divides the widths, else a loop, because torch has no
+kernel there.
 
 Differs from the papers: no expert has a capacity limit, so no token is dropped. (3) acts on softmax
 scores, where the paper has sigmoids. (4) counts all k choices of a token.

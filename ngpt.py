@@ -60,7 +60,7 @@ ALPHA = 0.05  # the first step from the stream towards a sublayer's output
 
 
 def unit(x):
-    """x / |x| along dim, in the dtype of x"""
+    """x / |x| along the last dimension, in the dtype of x"""
     x_float = upcast(x)
     square = x_float.square().sum(-1, keepdim=True)
     return (x_float * torch.rsqrt(square.clamp(min=1e-12))).to(x.dtype)

@@ -145,10 +145,11 @@ def grouped(runs):
 
 
 def styled(runs):
-    """Yield (mode, runs, index, style) of each group. index counts the groups of the mode."""
+    """Yield (runs, style) of each group. Groups of one mode differ in the dashes."""
     seen = []
     for label, (mode, members) in grouped(runs).items():
-        yield mode, members, seen.count(mode), {"color": colour(mode), "label": label, "lw": 1.5}
+        dashes = ("-", "--", ":", "-.")[seen.count(mode) % 4]
+        yield members, {"color": colour(mode), "label": label, "lw": 1.5, "ls": dashes}
         seen.append(mode)
 
 
@@ -162,15 +163,14 @@ def plot_mean(axes, points, band=True, **style):
 
 
 def draw(axes, runs, curve, band=True, **style):
-    """Draw one line per group of runs. curve(run) returns (x, y).
+    """Draw one line per group of runs, through the points that all its seeds have.
 
-    Groups of one mode differ in the dashes. A line has the points that all its seeds have.
+    curve(run) returns (x, y).
     """
-    for _, members, index, look in styled(runs):
+    for members, look in styled(runs):
         curves = [dict(zip(*curve(run))) for run in members]
         shared = [x for x in curves[0] if all(x in other for other in curves)]
         points = {x: [y[x] for y in curves] for x in shared}
-        look["ls"] = ("-", "--", ":", "-.")[index % 4]
         plot_mean(axes, points, band and len(members) > 1, **look | style)
 
 
@@ -187,8 +187,8 @@ def losses_against(axes, runs, key, unit, label):
         draw(axes, runs, partial(curve, "loss"), band=False, label=None, lw=0.6, alpha=0.5)
         draw(axes, runs, partial(curve, "val_loss"), marker="o", ms=3)
     else:  # seeds differ in x, so they have no mean: draw each run
-        for _, members, index, look in styled(runs):
-            look |= {"ls": ("-", "--", ":", "-.")[index % 4], "marker": "o", "ms": 3}
+        for members, look in styled(runs):
+            look |= {"marker": "o", "ms": 3}
             for run in members:
                 axes.plot(*curve("val_loss", run), **look)
                 look["label"] = None  # one label per group
@@ -345,6 +345,7 @@ FIGURES = {
     "rotation": rotation, "alpha": alpha, "dropped": dropped, "calibrated": calibrated,
     "similarity": similarity, "sources": sources, "map": token_map,
 }  # fmt: skip
+OF_ONE = ("similarity", "sources", "map")  # figures of a single run
 
 
 def main(figure, out, *runs):
@@ -353,6 +354,8 @@ def main(figure, out, *runs):
         raise SystemExit(f"plot.py: there is no figure {figure!r}: choose one of {figures}")
     if not os.path.isdir(os.path.dirname(out) or "."):
         raise SystemExit(f"plot.py: there is no folder {os.path.dirname(out)}")
+    if figure in OF_ONE and len(runs) > 1:
+        raise SystemExit(f"plot.py: the figure {figure} shows one run, not {len(runs)}")
     refuse_mixed_data(runs)
     fig, axes = canvas(7, 4)
     FIGURES[figure](axes, runs)

@@ -28,7 +28,7 @@ def score_choices(model, pairs, batch_size, n_vocab, device):
     for i, (context, continuation) in enumerate(pairs):
         n = len(continuation)
         if not 0 < n <= T:
-            raise ValueError(f"a continuation of {n} tokens does not fit into block_size={T}")
+            raise SystemExit(f"tasks: an answer of {n} tokens does not fit into block_size={T}")
         # Cut the context from the left. The model does not read the last token of a continuation.
         by_context.setdefault(tuple(context[-(T + 1 - n) :]), []).append(i)
 

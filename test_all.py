@@ -2517,7 +2517,7 @@ def test_choices_score_the_same_one_by_one(residual):
             assert greedy == (logp.argmax(-1).tolist() == continuation)
     assert scores[-1][1]
     for continuation, message in (([2] * 33, "33 tokens does not fit"), ([], "0 tokens")):
-        with pytest.raises(ValueError, match=f"a continuation of {message}"):
+        with pytest.raises(SystemExit, match=f"an answer of {message}"):
             tasks.score_choices(model, [([1], continuation)], 1, 60, "cpu")
 
 
@@ -2540,7 +2540,8 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
     dense, x = [str(runs / name) for name in "abc"], str(tmp_path / "x")
     for run, what in (("a", "depth"), ("b", "depth"), ("c", "depth"), ("d", "mod"), ("e", "depth")):
         evaluated(runs / run, what, depth_tokens=64)
-    others = {"alpha": dense[:2], "map": [str(runs / "d")], "sources": [str(runs / "e")]}
+    others = {"alpha": dense[:2], "similarity": dense[:1]}
+    others |= {"map": [str(runs / "d")], "sources": [str(runs / "e")]}
 
     def drawn(figure):
         plot.main(figure, x, *others.get(figure, dense))
@@ -2561,6 +2562,7 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
     assert {k: len(v[1]) for k, v in plot.grouped(dense).items()} == {"nag": 2, "lns": 1}
     refuses("nowhere/log.jsonl is missing", plot.main, "loss", x, "nowhere")
     refuses("no figure 'lss': choose one of loss", plot.main, "lss", x, *dense)
+    refuses("map shows one run, not 3", plot.main, "map", x, *dense)
     refuses("there is no folder nowhere", plot.main, "loss", "nowhere/x.png", *dense)
     refuses("no alpha in its depth: its mode has no rotation", plot.main, "alpha", x, dense[2])
     refuses("no sources in its depth: its mode has no sources", plot.main, "sources", x, dense[2])

@@ -48,7 +48,7 @@ seed = 1337  # seed of initialisation, data order and dropout
 # optimizer
 optimizer = "muon"  # muon for the matrices and adamw for the rest, or adamw for all
 learning_rate = 8e-3  # peak learning rate
-gate_lr: float | None = None  # peak for scalars, gates and routers; None: learning_rate
+gate_lr: float | None = None  # peak for scalars, gates, routers of mod.py; None: learning_rate
 embed_lr: float | None = 0.1  # peak for the embeddings; None: learning_rate
 head_lr: float | None = 0.02  # peak for a head that is not tied; None: learning_rate
 alpha_warmup_iters = 0  # nag: steps over which its rotations grow from zero to full
@@ -194,7 +194,7 @@ def open_data():
 tokens_per_step, sequences, micro_steps = divide_batch()
 train_windows, val_windows, pretraining, meta = open_data()
 data_sha256 = {"train": train_windows.sha256, "val": val_windows.sha256}
-if going_on and saved.get("data", data_sha256) != data_sha256:
+if going_on and saved["data"] != data_sha256:
     hashes = f"{saved['data']}, {data_sha256}"
     fail(f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {hashes}")
 
@@ -250,9 +250,9 @@ step, flops, bad_steps, best_val_loss, run_id = 0, 0.0, 0, math.inf, uuid.uuid4(
 flops_per_step = expected_flops = tokens_per_step * model.flops_per_token()
 if going_on:
     step, bad_steps = saved["step"], saved["bad_steps"]
-    flops, expected_flops = saved["flops"], saved.get("expected_flops", expected_flops)
+    flops, expected_flops = saved["flops"], saved["expected_flops"]
 if resuming:
-    run_id = saved.get("run_id", run_id)
+    run_id = saved["run_id"]
     same = all(saved["settings"].get(k) == settings[k] for k in ("val_part", "eval_tokens"))
     best_val_loss = saved["best_val_loss"] if same else math.inf
 if flops_budget is not None:

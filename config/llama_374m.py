@@ -1,7 +1,7 @@
 """
 The 374M shape of the norm papers (295M with this vocabulary). The rest is as in llama_1b.py:
 torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py
-torchrun --standalone --nproc_per_node=1 train.py config/llama_374m.py config/published_bhyt.py
+For another mode, add its published_*.py and an --out_dir of its own.
 The camera-ready version of the BHyT paper trains on 7.5e9 tokens: --max_iters=229000.
 """
 

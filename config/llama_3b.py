@@ -1,7 +1,7 @@
 """
 The 3B shape of the norm papers, trained for 60000 steps. The rest is as in llama_1b.py:
 torchrun --standalone --nproc_per_node=8 train.py config/llama_3b.py
-torchrun --standalone --nproc_per_node=8 train.py config/llama_3b.py config/published_bhyt.py
+For another mode, add its published_*.py and an --out_dir of its own.
 The camera-ready version of the BHyT paper trains on 20e9 tokens: --max_iters=610000.
 """
 

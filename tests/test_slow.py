@@ -504,7 +504,7 @@ def at_toy_size(command, corpus, tasks):
         ("--source=c4", f"--source={corpus} --data_dir=data/c4 --tokenizer=bytes"),
         ("Qwen/Qwen3-0.6B", f"{corpus.parent}/hub"),
         (r"(.*judge\.py(?!.*rehearse).*)", r"\1 --rehearse=True"),
-        ("--tasks=piqa,boolq", f"--tasks=tiny_choice --task_dir={tasks}"),
+        ("--tasks=winogrande,boolq", f"--tasks=tiny_choice --task_dir={tasks}"),
         ("make train", f"make train ARGS='{new_run}'"),
         ("(.*sft_lima.*)", r"\1 --max_iters=2 --eval_tokens=512 --compile=False"),
         (r"(.*train\.py(?!.*(--help|=resume|branch_from|sft_lima)).*)", rf"\1 {new_run}"),

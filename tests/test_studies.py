@@ -566,7 +566,7 @@ def test_lead_times_only_what_has_finished(place, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="have not finished"):
         lead.main()
     monkeypatch.setattr(sys, "argv", ["lead.py", "--what=blocks", "--timed=True"])
-    with pytest.raises(SystemExit, match="only for nag, bhyt and mod"):
+    with pytest.raises(SystemExit, match="only for plans with one length or shape"):
         lead.main()
     monkeypatch.setattr(sys, "argv", [*argv, "--timed=False"])
     lead.main()
