@@ -231,7 +231,7 @@ def forward(base, copy, matmul):
     return compare("forward, one block", runs, rounds, matrix_rate(flops, matmul))
 
 
-def shallow(config, n_layer):
+def with_blocks(config, n_layer):
     """The config with another number of blocks. The blocks of attnres_block keep their size."""
     sized = {"attnres_size": group_size(config)} if config.residual == "attnres_block" else {}
     return replace(config, n_layer=n_layer, **sized)
@@ -240,7 +240,7 @@ def shallow(config, n_layer):
 def block_forward(config):
     """(function that runs the forward of one compiled block, its FLOPs)"""
     torch.manual_seed(0)
-    model = GPT(shallow(config, 1)).to(device, getattr(torch, dtype)).eval()
+    model = GPT(with_blocks(config, 1)).to(device, getattr(torch, dtype)).eval()
     options = compile_options(config.residual, torch.device(device).type)
     block, rope = torch.compile(model.blocks[0], options=options), (model.cos, model.sin)
     positions = torch.arange(config.block_size, device=device)[:, None]
@@ -291,7 +291,7 @@ def writes_and_reads(attention, mlp, start):
 
 def two_sublayers(config, shape, device, stream_dtype):
     """A function that runs writes_and_reads and its backward, on random (B, T, C)."""
-    model = GPT(shallow(config, 2)).to(device)
+    model = GPT(with_blocks(config, 2)).to(device)
     last = model.blocks[-1]  # the first one of keel differs
     attention, mlp = last.attn_residual, last.mlp_residual
     random_stream = lambda: torch.randn(shape, device=device).to(getattr(torch, stream_dtype))
@@ -349,7 +349,7 @@ def step_memory(config, loss_chunk, recompute):
     kept = []  # of the deeper model, of the model itself
     with FakeTensorMode():
         for n_layer in (config.n_layer + 1, config.n_layer):
-            deep = replace(config, n_layer=n_layer)
+            deep = with_blocks(config, n_layer)
             step, model, optimizers = stepper_as_set(deep, compile=False)
             model.loss_chunk, model.recompute = loss_chunk, recompute
             kept.append(kept_bytes(model, tokens(config, batch_size, device)))

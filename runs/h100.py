@@ -156,7 +156,7 @@ def read_and_write(config):
 
 
 def training_step(config):
-    model = GPT(bench.shallow(config, 2))
+    model = GPT(bench.with_blocks(config, 2))
     model.compile_blocks()
     ids = torch.randint(config.vocab_size, SHAPE[:2])
     with autocast("cuda", "bfloat16"):

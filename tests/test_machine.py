@@ -338,9 +338,9 @@ def test_bench_compares_a_mode_with_itself_only_once_and_needs_a_compiler(tmp_pa
 
 def test_a_shallower_model_keeps_the_groups_of_attention_residuals():
     deep = GPTConfig(**TINY | {"n_layer": 8, "residual": "attnres_block"})
-    shallow = bench.shallow(deep, 2)
+    shallow = bench.with_blocks(deep, 2)
     assert (shallow.n_layer, shallow.attnres_size) == (2, 2)  # from 2 blocks it would be 1
-    assert bench.shallow(replace(deep, residual="attnres"), 2).attnres_size is None
+    assert bench.with_blocks(replace(deep, residual="attnres"), 2).attnres_size is None
 
 
 @cases("mode, n", [("prenorm", 1), ("x0mix", 1), ("nag", 1), ("hc", 4)])
