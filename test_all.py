@@ -1686,6 +1686,8 @@ def test_a_run_logs_what_it_did_and_keeps_what_is_asked_for(data, runs, tmp_path
     assert header["params"]["all"] == sum(p.numel() for p in same.parameters())
     resolved = [(h["resolved"]["init_out"], h["resolved"]["min_lr"]) for h in (header, default)]
     assert resolved == [("scaled", 1.0), ("plain", 4e-4)]
+    gate_lrs = [log_of(runs / name).headers[0]["resolved"]["gate_lr"] for name in "ac"]
+    assert gate_lrs == [default["settings"]["learning_rate"], None]  # lns has no gates
     kept = {"ckpt_000000.pt", "ckpt_000015.pt", "ckpt_000030.pt", "ckpt_best.pt"}
     assert set(os.listdir(out)) == kept | {"ckpt.pt", "log.jsonl"}
     assert checkpoint(out / "ckpt_best.pt")["step"] == 5 * np.argmin(log.val_losses) < 40

@@ -311,11 +311,10 @@ def run_header():
         counts[key] = sum(model.get_parameter(n).numel() for n in names)
     if lora_rank:
         counts["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    rate_of = lambda group: rates.get(group, learning_rate) if counts[group] else None
     resolved = {
         "init_out": init_out(config), "weight_decay": weight_decay, "warmup_iters": warm_steps(),
-        "gate_lr": rates.get("gates", learning_rate),
-        "embed_lr": rates.get("embeddings", learning_rate),
-        "head_lr": rates.get("head", learning_rate),
+        "gate_lr": rate_of("gates"), "embed_lr": rate_of("embeddings"), "head_lr": rate_of("head"),
         "min_lr": 0.1 * learning_rate if min_lr is None else min_lr, "dtype": dtype,
         "compile": compile, "sequences": sequences, "micro_steps": micro_steps,
         "eval_windows": len(val_indices), "max_bad_steps": MAX_BAD_STEPS,
