@@ -453,10 +453,21 @@ def mixtures():
     return (*head, "step time", "at equal time", "verdict at equal time"), rows
 
 
+def with_further_seeds(lines):
+    """The lines of one run, with those of three further seeds in float32 if there are any."""
+    own = lines[0]["settings"]
+    more = study.finished("skipping").values()
+    more = [line for line in more if line["settings"] | {"seed": own["seed"]} == own]
+    return lines + sorted(more, key=lambda line: line["settings"]["seed"])
+
+
 def lead_facts():
     """Pairs of mixtures of depths, models that copy, and runs that were repeated."""
     found = {name: lines for (name, _), lines in lead_lines("mod").items()}
     own = "NAG's router 0.4"
+    by_seed = (at_equal_flops(found[name]) for name in (own, "nag with 5 blocks"))
+    yield "NAG's router minus 5 blocks", plus_minus(stats.interval(minus(*by_seed)))
+    found = {name: with_further_seeds(lines) for name, lines in found.items()}
     for ours, theirs in (
         ("NAG's router 0.2", "learned router 0.2"),
         (own, "learned router 0.4"),
@@ -464,8 +475,6 @@ def lead_facts():
         ("NAG's router with fallback 0.4", own),
     ):
         yield f"{ours} minus {theirs}", plus_minus(gap_of(found[ours], found[theirs]))
-    by_seed = (at_equal_flops(found[name]) for name in (own, "nag with 5 blocks"))
-    yield "NAG's router minus 5 blocks", plus_minus(stats.interval(minus(*by_seed)))
 
     shallow = lead_lines("blocks", "adamw")
     for mode in (BASELINE, "nag"):
@@ -573,6 +582,11 @@ def other_facts():
 
     change = mean(repeated("repaired", "judge"))
     yield "change of mhc with float32 gradients", f"{change:+.4f}"
+    of = {}
+    for line in sorted(read("retuned"), key=lambda line: line["settings"]["seed"]):
+        if line["settings"]["seed"] not in judge.TUNING:
+            of.setdefault(line["settings"].get("residual", BASELINE), []).append(line)
+    yield "x0mix at half its rate", plus_minus(gap_of(of["x0mix"], of[BASELINE]))
 
     found = load("variance.json")
     yield "R2 of BHyT's prediction", f"{mean(found['R2']):.2f}"
