@@ -586,7 +586,8 @@ def other_facts():
     for line in sorted(read("retuned"), key=lambda line: line["settings"]["seed"]):
         if line["settings"]["seed"] not in judge.TUNING:
             of.setdefault(line["settings"].get("residual", BASELINE), []).append(line)
-    yield "x0mix at half its rate", plus_minus(gap_of(of["x0mix"], of[BASELINE]))
+    gap = gap_of(of["x0mix"], of[BASELINE])
+    yield "x0mix at half its rate", f"{gap[0]:+.4f} ({verdict([gap])})"
 
     found = load("variance.json")
     yield "R2 of BHyT's prediction", f"{mean(found['R2']):.2f}"
