@@ -433,13 +433,17 @@ def mixtures():
     """NAG with mixtures of depths and with fewer blocks, beside the same model without skipping."""
     found, changes, times = lead_lines("mod"), lead.PLANS["mod"][0], lead_times("mod")
     rows = []
-    for name, steps, loss, gap in lead.rows(found, changes):
-        base, lines = lead.base_of(changes, name), found[name, steps]
+    for name, steps, *_ in lead.rows(found, changes):
         if changes[name] is None:
             continue
+        base = lead.base_of(changes, name)
+        lines, theirs = found[name, steps], found[base, steps]
+        if base != "nag":  # the others are also compared with NAG at other lengths
+            lines, theirs = map(with_further_seeds, (lines, theirs))
         skipped = f"{mean_of(lines, 'skipped'):.1%}" if "router" in name else ""
-        flops = f"{mean_of(lines, 'flops') / mean_of(found[base, steps], 'flops'):.2f}"
-        cells = (name, skipped, flops, f"{loss:.4f}", plus_minus(gap))
+        flops = f"{mean_of(lines, 'flops') / mean_of(theirs, 'flops'):.2f}"
+        cells = (name, skipped, flops, f"{mean_of(lines, 'loss'):.4f}")
+        cells += (plus_minus(gap_of(lines, theirs)),)
         if base != "nag":
             rows.append((*cells, *[""] * 5))
             continue
@@ -454,11 +458,12 @@ def mixtures():
 
 
 def with_further_seeds(lines):
-    """The lines of one run, with those of three further seeds in float32 if there are any."""
-    own = lines[0]["settings"]
-    more = study.finished("skipping").values()
+    """The first three lines of a run's seeds, with those of further seeds in float32, if any."""
+    own, seed_of = lines[0]["settings"], lambda line: line["settings"]["seed"]
+    more = [*study.finished("skipping").values(), *study.finished("float32").values()]
     more = [line for line in more if line["settings"] | {"seed": own["seed"]} == own]
-    return lines + sorted(more, key=lambda line: line["settings"]["seed"])
+    more = [line for line in more if seed_of(line) > seed_of(lines[2])]
+    return lines[:3] + sorted(more, key=seed_of)
 
 
 def lead_facts():
@@ -472,6 +477,7 @@ def lead_facts():
         ("NAG's router 0.2", "learned router 0.2"),
         (own, "learned router 0.4"),
         (own, "learned router on pre-norm 0.4"),
+        ("learned router 0.4", "learned router on pre-norm 0.4"),
         ("NAG's router with fallback 0.4", own),
     ):
         yield f"{ours} minus {theirs}", plus_minus(gap_of(found[ours], found[theirs]))

@@ -763,6 +763,15 @@ def test_sentences_written_by_hand_agree_with_the_results():
         gap, half = tables.number("depths", "nag Muon", column).split(" ± ")
         assert abs(float(gap)) < float(half)  # "neither a lead nor a change of it"
 
+    for name, better in (
+        ("NAG's router 0.4 minus learned router on pre-norm 0.4", True),
+        ("learned router 0.4 minus learned router on pre-norm 0.4", True),
+        ("NAG's router 0.4 minus learned router 0.4", False),
+        ("NAG's router 0.2 minus learned router 0.2", False),
+    ):  # "pre-norm with a learned router ends higher than NAG with either router"
+        gap, half = map(float, tables.number("facts", name, "value").split(" ± "))
+        assert better == (gap < -half) and (better or abs(gap) < half)
+
     for _, _, *gaps in tables.early()[1]:
         first, last = gaps[:4], gaps[-1]  # up to 1,000 steps, and 4,000
         assert min(map(float, gaps)) == min(map(float, first)) < 4 * float(last)  # "they shrink"
