@@ -317,13 +317,19 @@ def experts():
     return (*head, "verdict"), rows
 
 
+def by_mode(lines):
+    """{mode: its lines, in the order of seeds}"""
+    found = {}
+    for line in sorted(lines, key=lambda line: line["settings"]["seed"]):
+        found.setdefault(line["settings"].get("residual", BASELINE), []).append(line)
+    return found
+
+
 def of_streams():
     """What mhc and ihc owe to parameters and to several streams, with seeds of their own."""
     found = {name: lines for (name, _), lines in lead_lines("streams").items()}
-    in_float32 = sorted(study.finished("float32").values(), key=lambda x: x["settings"]["seed"])
-    for line in in_float32:
-        mode = line["settings"].get("residual", BASELINE)
-        found.setdefault(f"{mode} in float32", []).append(line)
+    again = by_mode(study.finished("float32").values())
+    found |= {f"{mode} in float32": lines for mode, lines in again.items()}
     large, narrow = "prenorm as large as mhc", "ihc with one stream"
     pairs = [(name, BASELINE) for name in (large, "mhc", narrow, "ihc")]
     pairs += [("mhc", large), ("ihc", narrow), ("ihc in float32", f"{BASELINE} in float32")]
@@ -458,7 +464,7 @@ def mixtures():
 
 
 def with_further_seeds(lines):
-    """The first three lines of a run's seeds, with those of further seeds in float32, if any."""
+    """The lines of the first three seeds of a run, then of its later seeds in float32."""
     own, seed_of = lines[0]["settings"], lambda line: line["settings"]["seed"]
     more = [*study.finished("skipping").values(), *study.finished("float32").values()]
     more = [line for line in more if line["settings"] | {"seed": own["seed"]} == own]
@@ -588,10 +594,7 @@ def other_facts():
 
     change = mean(repeated("repaired", "judge"))
     yield "change of mhc with float32 gradients", f"{change:+.4f}"
-    of = {}
-    for line in sorted(read("retuned"), key=lambda line: line["settings"]["seed"]):
-        if line["settings"]["seed"] not in judge.TUNING:
-            of.setdefault(line["settings"].get("residual", BASELINE), []).append(line)
+    of = by_mode(x for x in read("retuned") if x["settings"]["seed"] not in judge.TUNING)
     gap = gap_of(of["x0mix"], of[BASELINE])
     yield "x0mix at half its rate", f"{gap[0]:+.4f} ({verdict([gap])})"
 
@@ -627,10 +630,8 @@ def other_facts():
 
 def conversion():
     """A pre-norm model that trains on, unchanged or converted; the settings are tuned on seed 0."""
-    of, rows = {}, []
-    for line in sorted(read("convert"), key=lambda line: line["settings"]["seed"]):
-        if "init_from" in line["settings"] and line["settings"]["seed"] > 0:
-            of.setdefault(line["settings"].get("residual", BASELINE), []).append(line)
+    starts = [line for line in read("convert") if "init_from" in line["settings"]]
+    of, rows = by_mode(line for line in starts if line["settings"]["seed"] > 0), []
     for mode, lines in of.items():
         losses = (f"{mean_of(lines, key):.4f}" for key in ("start", "loss"))
         factor = lines[0]["settings"]["learning_rate"] / study.DEFAULTS["learning_rate"]
