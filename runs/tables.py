@@ -154,17 +154,32 @@ def leads(ours, theirs, steps):
     return [mean(a[step] - b[step] for a, b in zip(*curves)) for step in steps]
 
 
+def in_words(gap):
+    return f"{gap[0]:+.4f} ({verdict([gap])})"
+
+
 def verdict_facts():
-    """What the verdicts with Muon were after 1,000 steps, and are at half of pre-norm's rate."""
+    """With Muon: the verdicts after Holm's correction of the modes that lead after 1,000 steps, those
+    that change at half of pre-norm's rate, and two modes at the rates that one tuning seed chose.
+    """
     theirs = judged("muon")[0][BASELINE][1]
+    head, rows = modes("muon")
+    corrected = {row[0]: row[head.index("after Holm")] for row in rows}
     ahead, fragile = Counter(), 0
     for each in compared("muon"):
-        word, ours = verdict([each["steps"]]), judged_lines("muon", each["mode"])
-        fragile += verdict([gap_of(ours, theirs["half"])]) != word
-        ahead[word] += leads(ours, theirs[1.0], [1000])[0] < 0
+        mode = each["mode"]
+        ours = judged_lines("muon", mode)
+        fragile += verdict([gap_of(ours, theirs["half"])]) != verdict([each["steps"]])
+        if leads(ours, theirs[1.0], [1000])[0] < 0:
+            ahead[corrected[mode]] += 1
     yield "fragile at half its rate", fragile
     for word, n in ahead.items():
         yield f"ahead after 1,000 steps: {word}", n
+
+    for mode, rate in (("mhc", 0.016), ("hc", 0.004)):
+        choice = judge.with_rate(judged("muon")[0][mode][0], rate)
+        lines = find("judge", judge.of_seeds(scale_of("muon"), mode, choice, 5))
+        yield f"{mode} at the rate of one seed", in_words(gap_of(lines, theirs[1.0]))
 
 
 def flops_of_step(lines):
@@ -173,9 +188,11 @@ def flops_of_step(lines):
 
 
 def at_size():
-    """The better designs at equal FLOPs, and their size over pre-norm's. Holm's correction counts
-    all designs.
+    """The designs that are better with one of the optimizers, at equal FLOPs, and their size over
+    pre-norm's. Holm's correction counts all designs.
     """
+    every = [each for optimizer in OPTIMIZERS for each in compared(optimizer)]
+    better = {each["mode"] for each in every if verdict([each["steps"]]) == "better"}
     rows = []
     for optimizer, name in OPTIMIZERS.items():
         theirs = judged(optimizer)[0][BASELINE][1]
@@ -186,7 +203,7 @@ def at_size():
             flops = flops_of_step(ours) / flops_of_step(theirs[1.0])
             by_seed = stats.differences_at(flops, losses_of(ours), by_length)
             gaps[each["mode"]] = stats.interval(by_seed), len(by_seed)
-            if verdict([each["steps"]]) == "better":
+            if each["mode"] in better:
                 params = each["params"] / theirs[1.0][0]["params"]
                 found[each["mode"]] = f"{params:.2f}", f"{flops:.2f}", plus_minus(each["steps"])
         corrected = stats.holm(gaps)
@@ -432,7 +449,9 @@ def minus_dense(lines, steps):
 
 
 def at_equal_flops(lines):
-    return minus_dense(lines, mean_of(lines, "flops") / flops_of_step(dense()[4000]))
+    per_step = flops_of_step(dense()[4000])
+    steps = [line["flops"] / per_step for line in lines]
+    return [minus_dense(lines, n)[i] for i, n in enumerate(steps)]
 
 
 def mixtures():
@@ -595,8 +614,7 @@ def other_facts():
     change = mean(repeated("repaired", "judge"))
     yield "change of mhc with float32 gradients", f"{change:+.4f}"
     of = by_mode(x for x in read("retuned") if x["settings"]["seed"] not in judge.TUNING)
-    gap = gap_of(of["x0mix"], of[BASELINE])
-    yield "x0mix at half its rate", f"{gap[0]:+.4f} ({verdict([gap])})"
+    yield "x0mix at half its rate", in_words(gap_of(of["x0mix"], of[BASELINE]))
 
     found = load("variance.json")
     yield "R2 of BHyT's prediction", f"{mean(found['R2']):.2f}"
