@@ -122,7 +122,7 @@ class BHyTExact(PreNorm):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        refuse(config, "bhyt_exact", norm="rms")
+        refuse(config, norm="rms")
         self.norm = BoundedTanh(config, config.bhyt_lambda[(layer - 1) % 2])
 
 
@@ -133,7 +133,7 @@ class PreNormApprox(PreNorm):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        refuse(config, config.residual, norm="rms")
+        refuse(config, norm="rms")
         self.first = layer % 2 == 1  # attention: it measures v and predicts v' for the MLP
         self.T = config.bhyt_context or config.block_size
         if self.first:

@@ -150,16 +150,12 @@ class JsonTokenizer:
         self.bytes_of = {c: byte for byte, c in enumerate(byte_characters())}
         self.byte_level = "ByteLevel" in str(self.inner.decoder)
 
-    def beside(self, name):
-        """The keys of another JSON file in the folder of the tokenizer, {} without such a file."""
-        path = os.path.join(os.path.dirname(self.path), name)
-        return json.load(open(path)) if os.path.exists(path) else {}
-
     def special_tokens(self):
         """Ids of end-of-text and begin-of-text, from files that Hugging Face keeps beside it."""
         found = {"eos": None, "bos": None}
         for name, key in (("tokenizer_config.json", "{}_token"), ("config.json", "{}_token_id")):
-            given = self.beside(name)
+            path = os.path.join(os.path.dirname(self.path), name)
+            given = json.load(open(path)) if os.path.exists(path) else {}
             for kind in found if given else ():
                 value = given.get(key.format(kind))
                 value = value["content"] if isinstance(value, dict) else value

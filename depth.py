@@ -107,7 +107,7 @@ def describe(s, seen):
 
 
 def look(model, x, y):
-    """Measure one batch. Returns ({quantity: tensor}, directions, outcomes).
+    """Measure one batch. Returns ({quantity: tensor}, outcomes).
 
     A quantity has one value per sublayer or block. The quantities of describe start with one more
     value, for the embedding. "mixing entropy" is that of the matrices that mix n streams. "sources"
@@ -115,9 +115,8 @@ def look(model, x, y):
     source comes first, and later ones have weight 0.
     "before MLP" is the mean square before each MLP, "predicted" what BHyT takes for it, and R2 the
     share of its variance over tokens that this explains.
-    directions (2 n_layer, C) are the mean directions of the sublayers' updates.
     """
-    seen, directions, first = defaultdict(list), [], None
+    seen, first = defaultdict(list), None
     rope = (model.cos[: x.size(1)], model.sin[: x.size(1)])
     for sublayer, residual, h, before, stream in walk(model, x):
         old, new = model.ends.additive(before), model.ends.additive(stream)
@@ -127,7 +126,6 @@ def look(model, x, y):
         seen["rotation"].append(degrees(old, new))
         seen["update"].append(((new - old).square().mean(-1) / old.square().mean(-1)).sqrt().mean())
         seen["from embedding"].append(degrees(first, new))
-        directions.append(F.normalize(new - old, dim=-1).flatten(0, 1).mean(0))
         if residual.rotates:
             seen["alpha"].append(residual.alpha[0])
             seen["a"].append(residual.turn(before.x).abs().mean())
@@ -154,47 +152,35 @@ def look(model, x, y):
         seen["sources"].append(weights.flatten(0, -2).mean(0))
         seen["sources"] = list(nn.utils.rnn.pad_sequence(seen["sources"], batch_first=True))
     seen = {key: torch.stack(values) for key, values in seen.items()}
-    return seen, torch.stack(directions), outcomes(model, stream, y)
+    return seen, outcomes(model, stream, y)
 
 
 def outcomes(model, stream, y):
-    """Five values per token, (5, B T): log rms of the last stream, entropy of the prediction, loss,
-    probability of the likeliest token, and whether that token is right."""
+    """Three values per token, (3, B T): log rms of the last stream, entropy of logits, loss."""
     log_rms = model.ends.additive(stream).square().mean(-1).log() / 2
     logp = model.logits(*model.ends.readout(stream, model.head.weight)).float().log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1)
     loss = -logp.gather(-1, y.clamp(min=0)[..., None])[..., 0]
-    best, guess = logp.max(-1)
-    return torch.stack([log_rms, entropy, loss, best.exp(), (guess == y).float()]).flatten(1)
+    return torch.stack([log_rms, entropy, loss]).flatten(1)
 
 
 @torch.no_grad()
 def depth(model, batches):
     """All measurements through depth."""
     n = sum(len(x) for x, _ in batches)
-    sums, directions, tokens = defaultdict(float), 0.0, []
+    sums, tokens = defaultdict(float), []
     for x, y in batches:
-        seen, of_batch, values = look(model, x, y)
+        seen, values = look(model, x, y)
         for key, value in seen.items():
             sums[key] = sums[key] + value * (len(x) / n)
-        directions = directions + of_batch * (len(x) / n)
         tokens.append(values[:, y.flatten() >= 0])
     report = {key: mean.tolist() for key, mean in sums.items()}
-    directions = F.normalize(directions, dim=-1)
-    report["similarity"] = (directions @ directions.T).tolist()
 
-    norm, entropy, loss, confidence, right = torch.cat(tokens, dim=1).cpu()
+    norm, entropy, loss = torch.cat(tokens, dim=1).cpu()
     constant = norm.std() < 1e-4  # post-norm: equal norms have no correlation
     for name, other in (("norm and entropy", entropy), ("norm and loss", loss)):
         correlation = torch.corrcoef(torch.stack([norm, other]))[0, 1]
         report[name] = None if constant else float(correlation)
-    tenth = (confidence * 10).long().clamp(max=9)
-    bins = [tenth == i for i in tenth.unique()]
-    mean_of = lambda values: [float(values[each].double().mean()) for each in bins]
-    of_bins = {"confidence": mean_of(confidence), "accuracy": mean_of(right)}
-    of_bins["share"] = [float(each.double().mean()) for each in bins]
-    report["calibration"] = of_bins
-    report["calibration error"] = sum(abs(c - a) * n for c, a, n in zip(*of_bins.values()))
     return report
 
 

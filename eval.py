@@ -178,7 +178,6 @@ def show_depth(report):
         value = report[name]
         correlation = "none, all norms are equal" if value is None else f"{value:+.3f}"
         print(f"correlation of the last {name}: {correlation}")
-    print(f"calibration error {report['calibration error']:.4f}")
     print("random tokens: loss {:.3f}, when they repeat {:.3f}".format(*report["copying"]))
 
 

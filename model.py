@@ -593,7 +593,7 @@ def check(config):
             unused = field.name.startswith(prefix) and not on
             if unused and getattr(c, field.name) != field.default:
                 raise ValueError(f"{field.name} needs {needed}")
-    norms.refuse(c, c.residual, **settings_of_others(c.residual))
+    norms.refuse(c, **settings_of_others(c.residual))
 
 
 INITS = {  # name: (weight, scale, gain of the activation) -> None

@@ -157,7 +157,7 @@ class Project(torch.autograd.Function):
 class NAGEnds(NoEnds):
     def __init__(self, config):
         super().__init__(config)
-        refuse_norm(config, "nag")
+        refuse_norm(config)
         self.g_enc = nn.Parameter(torch.empty(1)) if config.nag_lane else None
         self.g_dec = nn.Parameter(torch.empty(1))
         self.start = start_of_g_dec(config)

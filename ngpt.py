@@ -144,7 +144,7 @@ class NGPTEnds(NoEnds):
     def __init__(self, config):
         super().__init__(config)
         # Eqs. 1 and 2 remove any scale, and Eq. 3 that of the norm of queries and keys
-        refuse(config, "ngpt", norm="rms", norm_eps=1e-6, init_out=None)
+        refuse(config, norm="rms", norm_eps=1e-6, init_out=None)
         self.s_z = nn.Parameter(torch.empty(config.vocab_size))
         self.root = math.sqrt(config.n_embd)
         self.smeared = config.smear > 0

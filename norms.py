@@ -67,18 +67,19 @@ def pick(table, name, setting):
     return table[name]
 
 
-def refuse(config, residual, **only):
+def refuse(config, **only):
     """Raise if a setting that this mode ignores differs from the only value it may have."""
     for setting, value in only.items():
         if getattr(config, setting) != value:
-            raise ValueError(f"residual={residual!r} does not use {setting}: leave it at {value!r}")
+            mode = config.residual
+            raise ValueError(f"residual={mode!r} does not use {setting}: leave it at {value!r}")
 
 
-def refuse_norm(config, residual):
+def refuse_norm(config):
     """refuse for a mode without a norm: one may be left on queries and keys, with its norm_eps."""
-    refuse(config, residual, norm="rms")
+    refuse(config, norm="rms")
     if not config.qk_norm:
-        refuse(config, residual, norm_eps=1e-6)
+        refuse(config, norm_eps=1e-6)
 
 
 def mlps(block):
@@ -243,7 +244,7 @@ def embedding_std(config):
     return (config.embed_scale or config.init_scale) * math.sqrt(1 + config.smear)
 
 
-class DyTEnds(NoEnds):
+class DyTEnds(FinalNorm):
     def __init__(self, config):
         super().__init__(config)
         self.scale = nn.Parameter(torch.empty(1))
@@ -255,9 +256,6 @@ class DyTEnds(NoEnds):
 
     def embed(self, e):
         return Stream(self.scale.to(e.dtype) * e)
-
-    def readout(self, stream, head):
-        return self.norm(stream.x), head
 
 
 class DerfEnds(DyTEnds):
@@ -360,7 +358,7 @@ class PostNorm(PreNorm):
 class NoSkip(PostNorm):
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        refuse(config, "none", branch_scale="one")  # there is no skip to scale the branch against
+        refuse(config, branch_scale="one")  # there is no skip to scale the branch against
 
     def write(self, stream, f, gate=1.0):
         return stream.replace(x=(gate * self.norm(f)).to(stream.x.dtype))  # Eq. 1
@@ -404,7 +402,7 @@ class DyTResidual(PreNorm):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        refuse_norm(config, "dyt")
+        refuse_norm(config)
         self.norm = DyT(config.n_embd, config.dyt_alpha[(layer - 1) % 2])  # Eq. 6
 
 
@@ -413,7 +411,7 @@ class DerfResidual(PreNorm):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        refuse_norm(config, "derf")
+        refuse_norm(config)
         self.norm = Derf(config.n_embd)  # Eq. 13
 
 
@@ -435,7 +433,7 @@ class Keel(PostNorm):
 class DeepNorm(PostNorm):
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        refuse(config, "deepnorm", init_out=None)  # because init_sublayers has its own scale
+        refuse(config, init_out=None)  # because init_sublayers has its own scale
         self.alpha = (2 * config.n_layer) ** 0.25
 
     @staticmethod

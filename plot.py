@@ -12,10 +12,8 @@ From eval.json of each run:
     rotation    degrees between the stream and the embedding, after each sublayer
     alpha       NAG's alpha and mean |a| of each sublayer
     dropped     rise of the loss when a block is left out
-    calibrated  how often the most likely token is right, against its probability
 
 From eval.json of one run:
-    similarity  cosines between the mean updates of the sublayers
     sources     weights that sublayers and head give to their sources, for Attention Residuals
     map         which tokens of a text ran in which sublayers
 
@@ -245,26 +243,6 @@ def dropped(axes, runs):
     axes.set_yscale("symlog", linthresh=0.01)
 
 
-def calibrated(axes, runs):
-    def curve(run):  # x: centre of the bin; y: x + accuracy - confidence
-        bins = read_eval(run, "depth")["calibration"]
-        pairs = [*zip(bins["accuracy"], bins["confidence"])]
-        centres = [min(9, int(10 * confidence)) / 10 + 0.05 for _, confidence in pairs]
-        return centres, [x + accuracy - c for x, (accuracy, c) in zip(centres, pairs)]
-
-    axes.plot([0, 1], [0, 1], color="0.7", lw=1)
-    draw(axes, runs, curve, marker="o", ms=3)
-    axes.set(xlabel="probability of the likeliest token", ylabel="how often it was right")
-
-
-def similarity(axes, runs):
-    matrix = measured(runs[0], "similarity")
-    image = axes.imshow(matrix, cmap="RdBu_r", vmin=-1, vmax=1)
-    axes.figure.colorbar(image, label="cosine of the mean updates")
-    axes.plot([], [], " ", label=read_log(runs[0])[0]["residual"])
-    axes.set(xlabel="sublayer", ylabel="sublayer")
-
-
 def sources(axes, runs):
     matrix = measured(runs[0], "sources")
     image = axes.imshow(matrix, cmap="viridis", vmin=0)
@@ -342,10 +320,10 @@ FIGURES = {
     "flops": partial(losses_against, key="flops", unit=1e12, label="training TFLOPs"),
     "time": partial(losses_against, key="seconds", unit=60, label="minutes of training"),
     "variance": partial(stream, key="variance"), "norm": partial(stream, key="norm"),
-    "rotation": rotation, "alpha": alpha, "dropped": dropped, "calibrated": calibrated,
-    "similarity": similarity, "sources": sources, "map": token_map,
+    "rotation": rotation, "alpha": alpha, "dropped": dropped,
+    "sources": sources, "map": token_map,
 }  # fmt: skip
-OF_ONE = ("similarity", "sources", "map")  # figures of a single run
+OF_ONE = ("sources", "map")  # figures of a single run
 
 
 def main(figure, out, *runs):

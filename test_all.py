@@ -2213,12 +2213,6 @@ def test_a_save_leaves_the_files_of_others_alone(data, tmp_path):
     assert set(os.listdir(tmp_path)) == others | {"ckpt.pt", "log.jsonl"}
 
 
-def test_a_run_resumes_in_a_folder_with_brackets_in_its_name(data, runs, tmp_path):
-    run = shutil.copytree(runs / "a", tmp_path / "lr[3e-4]*")
-    resume(run, max_iters=7)
-    assert checkpoint(run)["step"] == 7
-
-
 def test_a_resumed_run_does_not_keep_the_old_file_on_the_disk(data, runs, tmp_path):
     """A file that is replaced takes space as long as a process has it open."""
     if not os.path.exists("/proc/self/maps"):
@@ -2278,7 +2272,7 @@ def test_eval_measures_the_stream_by_depth(data, runs, capsys, run):
     assert report["loss"]["loss"] == pytest.approx(log_of(runs / run).val_losses[-1], abs=1e-5)
     windows, seen = data_file.Windows(data, "val", 32), report["depth"]
     rows = np.stack([windows[i] for i in data_file.spread(windows, 640)]).astype(int)
-    x, y = torch.tensor(rows[:, :-1]), torch.tensor(rows[:, 1:])
+    x = torch.tensor(rows[:, :-1])
     walked = [stream for *_, before, after in depth.walk(model, x) for stream in (before, after)]
     streams = [s.x if s.lane is None else s.x * s.lane.exp() for s in walked[:1] + walked[1::2]]
     start, *after = streams = [s.detach().double() for s in streams]
@@ -2300,18 +2294,11 @@ def test_eval_measures_the_stream_by_depth(data, runs, capsys, run):
         turned = [math.degrees(math.atan(a)) for a in seen["a"]]
         assert seen["rotation"] == pytest.approx(turned, rel=0.05)
         assert all(0 < a < alpha for a, alpha in zip(seen["a"], seen["alpha"]))
-    means = torch.stack([F.normalize(u, dim=-1).mean((0, 1)) for u in updates])
-    cosines = F.cosine_similarity(means[:, None], means[None], dim=-1)
-    assert np.allclose(seen["similarity"], cosines, atol=1e-5) and len(seen["sink"]) == 2
+    assert len(seen["sink"]) == 2
     p = model(x)[0].detach().softmax(-1)
     norm, entropy = streams[4].norm(dim=-1).flatten(), -(p * p.log()).sum(-1).flatten()
     correlation = torch.corrcoef(torch.stack([norm.log(), entropy]))[0, 1].item()
     assert seen["norm and entropy"] == pytest.approx(correlation, abs=1e-3)
-    confidence, right = p.max(-1).values, (p.argmax(-1) == y).float()
-    bins = [(confidence >= low / 10) & (confidence < (low + 1) / 10) for low in range(10)]
-    gaps = [abs((confidence[bin] - right[bin]).sum().item()) / 640 for bin in bins]
-    assert seen["calibration error"] == pytest.approx(sum(gaps), rel=1e-3)
-    assert sum(seen["calibration"]["share"]) == pytest.approx(1)
 
 
 def test_the_sink_is_the_share_of_attention_that_the_first_token_gets(monkeypatch):
@@ -2542,8 +2529,7 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
     dense, x = [str(runs / name) for name in "abc"], str(tmp_path / "x")
     for run, what in (("a", "depth"), ("b", "depth"), ("c", "depth"), ("d", "mod"), ("e", "depth")):
         evaluated(runs / run, what, depth_tokens=64)
-    others = {"alpha": dense[:2], "similarity": dense[:1]}
-    others |= {"map": [str(runs / "d")], "sources": [str(runs / "e")]}
+    others = {"alpha": dense[:2], "map": [str(runs / "d")], "sources": [str(runs / "e")]}
 
     def drawn(figure):
         plot.main(figure, x, *others.get(figure, dense))
@@ -2609,6 +2595,7 @@ def test_importing_does_nothing_and_needs_no_optional_package(tmp_path):
     files = named & {*os.listdir(HERE)} - {"test_all.py", "train.py"}
     names = ", ".join(name[:-3] for name in files)
     optional = ["wandb", "datasets", "lm_eval", "matplotlib"]
+    optional += ["safetensors", "tokenizers", "transformers"]
     code = f"import sys; sys.modules |= dict.fromkeys({optional}); import {names}"
     how = dict(env=os.environ | {"PYTHONPATH": HERE}, capture_output=True, text=True)
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, **how)

@@ -622,11 +622,12 @@ while not finished() and not stopped:
         bad = f"{bad_steps} steps in a row, up to step {step}, had a loss or gradient that is not"
         kept = "if the newest checkpoint is bad, too, give a kept one as --branch_from"
         fail(f"{bad} finite, and were not saved: resume with a lower rate; {kept}")
-    keep_best(record["val_loss"])
-    if due(keep_interval) and not bad_steps:
-        save("kept")
-    if (save_now or due(save_interval) or stopped or finished()) and not bad_steps:
-        save("newest")
+    if not bad_steps:
+        keep_best(record["val_loss"])
+        if due(keep_interval):
+            save("kept")
+        if save_now or due(save_interval) or stopped or finished():
+            save("newest")
 
 state = "not saved, because the last step was bad" if bad_steps else "saved"
 if is_main and stopped:

@@ -393,7 +393,7 @@ def main():
         if why := refusal(**shape_of(scale) | {"residual": mode}):
             raise SystemExit(why)
 
-    study.say(f"timing the steps of {', '.join(everyone)}: a minute or two")
+    study.say(f"timing the steps of {', '.join(everyone)}")
     ratios = study.race(name, timed(scale, everyone))
     extra = dict.fromkeys(everyone, ()) | {baseline: lengths(ratios)}
     lines_of = partial(study.run, name, progress=plan(scale, everyone, extra, ratios))

@@ -61,6 +61,10 @@ DEPTH += ("a", "norm and entropy", "norm and loss", "copying")
 def parse(argv):
     """Config files and --key=value arguments -> {setting of train.py: value}."""
     given = configure({"__file__": TRAIN, "__doc__": __doc__}, GPTConfig, argv=argv)[1]
+    if not any(arg.startswith("--out_dir") for arg in argv):
+        given.pop("out_dir", None)  # a config file's: a study has its own folders
+    if given.get("init_from") == "auto":
+        del given["init_from"]  # every run continues its checkpoint
     refused = given.keys() & {"device", "flops_budget", "init_from", "out_dir", "seed"}
     if refused:
         raise SystemExit(f"{', '.join(refused)}: a study sets this by itself")

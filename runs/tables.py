@@ -159,8 +159,8 @@ def in_words(gap):
 
 
 def verdict_facts():
-    """With Muon: the verdicts after Holm's correction of the modes that lead after 1,000 steps, those
-    that change at half of pre-norm's rate, and two modes at the rates that one tuning seed chose.
+    """With Muon: the verdicts after Holm's correction of the modes that lead after 1,000 steps, how
+    many change at half of pre-norm's rate, and two modes at the rates that one tuning seed chose.
     """
     theirs = judged("muon")[0][BASELINE][1]
     head, rows = modes("muon")
@@ -687,7 +687,7 @@ TABLES = {
     "lengths": lengths, "depths": depths, "streams": of_streams, "experts": experts,
     "copying": copiers, "early": early, "parts": parts,
     "mixtures": mixtures, "inside": inside, "earlier": earlier, "speed": speed,
-    "recipe": lambda: (recipe.HEAD, [*recipe.rows(find, measure=False)]),
+    "recipe": lambda: (recipe.HEAD, [*recipe.rows(find)]),
     "conversion": conversion,
     "facts": lambda: (
         ("fact", "value"), [*judge_facts(), *verdict_facts(), *lead_facts(), *other_facts()]

@@ -130,8 +130,6 @@ BREAKS = [  # (name, file, code before, code after, pytest -k expression of the 
      "batches_dep"),
     ("last batch of evaluation lost", "data.py", "range(0, count, batch_size * world)",
      "range(0, count - batch_size * world + 1, batch_size * world)", "evaluation_does"),
-    ("same order in every epoch", "data.py", "default_rng((self.seed, epoch))",
-     "default_rng(self.seed)", "cover_an_epoch"),
     ("windows from the left of each part", "data.py", "(2 * i + 1) * len(pool)",
      "2 * i * len(pool)", "are_spread"),
     ("changed shards pass", "data.py", 'shard["sha256"] != file_sha256(path)', "False",

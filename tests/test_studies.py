@@ -94,6 +94,11 @@ def test_a_new_setting_that_is_off_does_not_rename_a_run(monkeypatch):
     assert study.key({"seed": 1, "warmup_iters": 0}) != before  # 0 is not None
     with pytest.raises(SystemExit, match="device: a study sets this"):
         study.parse(["--device=cpu"])
+    with pytest.raises(SystemExit, match="out_dir: a study sets this"):
+        study.parse(["--out_dir=out/x"])
+    for name in ("gpt2_124m", "moe_840m", "llama_1b"):  # each has its own out_dir and init_from
+        scale = study.parse([f"config/{name}.py"])
+        assert "n_layer" in scale and not {"out_dir", "init_from"} & scale.keys()
 
 
 def test_runs_on_other_data_are_other_runs(place, monkeypatch):
