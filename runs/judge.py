@@ -55,7 +55,8 @@ name = "judge"  # name of the file in results/
 
 OWN = ("residual", "baseline", "seeds", "tune_share", "rehearse", "name")
 SCALE = str(ROOT / "config" / "judge_8x64.py")
-TOY = "--n_layer=2 --n_embd=32 --block_size=64 --max_iters=24 --eval_tokens=2048 --log_interval=4"
+TOY = "--n_layer=2 --n_embd=32 --n_head=2 --n_kv_head=None --block_size=64 --batch_size=4"
+TOY += " --total_batch_tokens=None --max_iters=24 --eval_tokens=2048 --log_interval=4"
 TOY += " --compile=False"
 AROUND = (0.5, 1.0, 2.0)  # learning rates to try first, as multiples of one
 TUNING = (0, 100, 101)  # seeds that tune; all but the last choice uses only the first
