@@ -386,6 +386,8 @@ def main():
         given = TOY.split() + given
         study.say(warning)
     scale = study.parse([*files, *given])
+    if scale.get("min_lr") is not None:
+        raise SystemExit("the judge tries many learning rates: give --min_lr=None, a tenth of each")
     modes = [*RESIDUALS] if residual == "all" else residual.split(",")
     everyone = [*dict.fromkeys([baseline, *modes])]
     if not 2 <= seeds < 100 or len(everyone) < 2:  # from 100 on, seeds tune
