@@ -614,7 +614,8 @@ def other_facts():
     change = mean(repeated("repaired", "judge"))
     yield "change of mhc with float32 gradients", f"{change:+.4f}"
     of = by_mode(x for x in read("retuned") if x["settings"]["seed"] not in judge.TUNING)
-    yield "x0mix at half its rate", in_words(gap_of(of["x0mix"], of[BASELINE]))
+    for mode in ("x0mix", "rezero"):
+        yield f"{mode} at half its rate", in_words(gap_of(of[mode], of[BASELINE]))
 
     found = load("variance.json")
     yield "R2 of BHyT's prediction", f"{mean(found['R2']):.2f}"
