@@ -629,6 +629,8 @@ def main():
     if quick:
         settings, _ = read(argv=[*QUICK.split(), *given])
     if what == "size":  # of a run on GPUs
+        if any(arg.startswith("--modes") for arg in given):
+            raise SystemExit("bench.py: what=size shows one model: set --residual, not --modes")
         device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype
     device = str(machine.pick_device(device))
     dtype = machine.pick_dtype(dtype, torch.device(device).type)

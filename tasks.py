@@ -6,6 +6,7 @@ text, or for text up to a stop string. A model trained here sees end-of-text bef
 before each document in training. An imported model sees what its own tokenizer puts there.
 """
 
+from difflib import get_close_matches
 from itertools import groupby
 
 import torch
@@ -161,8 +162,9 @@ def run_tasks(model, encoding, batch_size, device, tasks, task_dir, num_fewshot,
     names = (tasks or COMMON).split(",")
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
-        known = ", ".join(sorted(manager.all_tasks))
-        raise SystemExit(f"tasks={tasks!r}: {', '.join(unknown)} is not one of {known}")
+        near = [each for name in unknown for each in get_close_matches(name, manager.all_tasks, 5)]
+        near = ", ".join(near or sorted(manager.all_tasks)[:20])
+        raise SystemExit(f"tasks={tasks!r}: no {', '.join(unknown)}; there is {near} and others")
     found = lm_eval.simple_evaluate(
         harness(model, encoding, batch_size, device),
         tasks=names,

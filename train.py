@@ -562,7 +562,10 @@ if is_main:
         cut_log()
     announce(header)
     if wandb_log:
-        import wandb
+        try:
+            import wandb
+        except ImportError:
+            fail("wandb_log=True needs a package: pip install wandb")
 
         wandb.init(project=WANDB_PROJECT, name=out_dir, config=settings, id=run_id, resume="allow")
 if not resuming:

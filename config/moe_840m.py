@@ -1,5 +1,5 @@
 """
-Mixture of experts with 0.84e9 parameters, 0.22e9 of them active per token. Width over depth is 40.
+Mixture of experts with 0.85e9 parameters, 0.22e9 of them active per token. Width over depth is 40.
 On C4 with 8 GPUs:
 torchrun --standalone --nproc_per_node=8 train.py config/moe_840m.py
 

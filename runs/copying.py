@@ -10,6 +10,7 @@ judge (1, 2) and of runs/lead.py (11 to 13). Models of 4 blocks have AdamW and t
 Finished runs are in results/copying.jsonl, and are not repeated.
 """
 
+import sys
 from functools import partial
 
 import judge
@@ -58,6 +59,8 @@ def onset(line):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:  # there are no settings
+        raise SystemExit(__doc__)
     plan = [settings_of(*each) for each in RUNS]
     for settings, line in zip(plan, study.run("copying", plan, measured)):
         print(f"{study.described(settings, plan)}: copies after {onset(line)} steps")

@@ -7,6 +7,7 @@ Differences are at an equal number of tokens, paired by seed, with 95% intervals
 """
 
 import statistics
+import sys
 
 from stats import decided, gap_of, losses_of
 from study import run, table
@@ -59,4 +60,6 @@ def rows(lines_of):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:  # there are no settings
+        raise SystemExit(__doc__)
     print(table(HEAD, rows(run)))

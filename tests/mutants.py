@@ -216,6 +216,8 @@ def try_break(entry):
 
 def main(names):
     chosen = [entry for entry in BREAKS if entry[0] in names or not names]
+    if len(chosen) < len(names):
+        raise SystemExit(f"names: choose from {', '.join(entry[0] for entry in BREAKS)}")
     for name, file, before, *_ in chosen:
         assert (ROOT / file).read_text().count(before) == 1, f"{name}: {file} has changed"
     with ThreadPoolExecutor(os.cpu_count()) as pool:

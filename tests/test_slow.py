@@ -351,7 +351,7 @@ def test_the_scores_of_the_harness_equal_those_of_a_loop(runs, tmp_path, monkeyp
     assert rolling["byte_perplexity,none"] == pytest.approx(math.exp(-nats / length), rel=1e-5)
     half = evaluated(run, "tasks", tasks="tiny_choice", limit=2, num_fewshot=0, **how)["tasks"]
     assert half["tiny_choice"]["acc,none"] in (0, 0.5, 1)
-    refuses("chioce is not one of tiny_choice", evaluated, run, "tasks", tasks="chioce", **how)
+    refuses("no chioce; there is tiny_choice", evaluated, run, "tasks", tasks="chioce", **how)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     refuses("pip install lm-eval", evaluated, run, "tasks")
 
