@@ -18,6 +18,7 @@ A row is named by its first cell, or by more of them if the first is not unique.
 import json
 import math
 import re
+import sys
 from collections import Counter
 from contextlib import suppress
 from functools import cache, partial
@@ -439,19 +440,21 @@ def mean_of(lines, key):
 def dense():
     """{steps: lines of NAG without skipping}"""
     tokens = lead_lines("tokens").items()
-    return {steps: of for (name, steps), of in tokens if name == "nag" and steps >= 2000}
+    known = {steps: of for (name, steps), of in tokens if name == "nag" and steps >= 2000}
+    return {steps: with_further_seeds(of) for steps, of in known.items()}
 
 
 def minus_dense(lines, steps):
     """The losses minus NAG's without skipping after as many steps, interpolated between lengths."""
     by_length = {steps: losses_of(of) for steps, of in dense().items()}
-    return minus(losses_of(lines), stats.losses_at(steps, by_length))
+    return stats.differences_at(steps, losses_of(lines), by_length)
 
 
 def at_equal_flops(lines):
+    """minus_dense at the FLOPs of each seed's run."""
     per_step = flops_of_step(dense()[4000])
-    steps = [line["flops"] / per_step for line in lines]
-    return [minus_dense(lines, n)[i] for i, n in enumerate(steps)]
+    found = [minus_dense(lines, line["flops"] / per_step) for line in lines]
+    return [by_seed[i] for i, by_seed in enumerate(found) if i < len(by_seed)]
 
 
 def mixtures():
@@ -462,14 +465,14 @@ def mixtures():
         if changes[name] is None:
             continue
         base = lead.base_of(changes, name)
-        lines, theirs = found[name, steps], found[base, steps]
-        if base != "nag":  # the others are also compared with NAG at other lengths
-            lines, theirs = map(with_further_seeds, (lines, theirs))
+        both = [with_further_seeds(found[at, steps]) for at in (name, base)]
+        n = min(map(len, both))
+        lines, theirs = (each[:n] for each in both)
         skipped = f"{mean_of(lines, 'skipped'):.1%}" if "router" in name else ""
         flops = f"{mean_of(lines, 'flops') / mean_of(theirs, 'flops'):.2f}"
-        cells = (name, skipped, flops, f"{mean_of(lines, 'loss'):.4f}")
+        cells = (name, n, skipped, flops, f"{mean_of(lines, 'loss'):.4f}")
         cells += (plus_minus(gap_of(lines, theirs)),)
-        if base != "nag":
+        if base != "nag":  # the others are also compared with NAG at other lengths
             rows.append((*cells, *[""] * 5))
             continue
         at_flops = stats.interval(at_equal_flops(lines))
@@ -477,7 +480,7 @@ def mixtures():
         at_times = [stats.interval(minus_dense(lines, steps * ratio)) for ratio in ratios]
         time = f"{ratios[1]:.2f}" if ratios else ""
         rows.append((*cells, *decided([at_flops]), time, *decided(at_times)))
-    head = ("model", "skip in evaluation", "FLOPs", "loss", "at equal steps")
+    head = ("model", "seeds", "skip in evaluation", "FLOPs", "loss", "at equal steps")
     head += ("at equal FLOPs", "verdict at equal FLOPs")
     return (*head, "step time", "at equal time", "verdict at equal time"), rows
 
@@ -493,11 +496,10 @@ def with_further_seeds(lines):
 
 def lead_facts():
     """Pairs of mixtures of depths, models that copy, and runs that were repeated."""
-    found = {name: lines for (name, _), lines in lead_lines("mod").items()}
+    found = {name: with_further_seeds(lines) for (name, _), lines in lead_lines("mod").items()}
     own = "NAG's router 0.4"
     by_seed = (at_equal_flops(found[name]) for name in (own, "nag with 5 blocks"))
-    yield "NAG's router minus 5 blocks", plus_minus(stats.interval(minus(*by_seed)))
-    found = {name: with_further_seeds(lines) for name, lines in found.items()}
+    yield "NAG's router minus 5 blocks", plus_minus(stats.interval(stats.minus_shared(*by_seed)))
     for ours, theirs in (
         ("NAG's router 0.2", "learned router 0.2"),
         (own, "learned router 0.4"),
@@ -740,6 +742,8 @@ def names_in_words(readme):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:  # there are no settings
+        raise SystemExit(__doc__)
     for page in PAGES:
         text = filled((ROOT / page).read_text())
         (ROOT / page).write_text(text)
