@@ -625,11 +625,11 @@ def main():
     others = settings_of(os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py"))
     unused = {each for each in others if not each.startswith(("sft_", "lora_"))}
     read = partial(configure, globals(), GPTConfig, unused=unused)
-    settings, _ = read(argv=given)
+    settings, asked = read(argv=given)
     if quick:
-        settings, _ = read(argv=[*QUICK.split(), *given])
+        settings, asked = read(argv=[*QUICK.split(), *given])
     if what == "size":  # of a run on GPUs
-        if any(arg.startswith("--modes") for arg in given):
+        if "modes" in asked:
             raise SystemExit("bench.py: what=size shows one model: set --residual, not --modes")
         device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype
     device = str(machine.pick_device(device))

@@ -53,8 +53,9 @@ def configure(namespace, *dataclasses, argv, unused=()):
         if key in unused and key not in known and source != "command line":
             continue
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
-            unknown = f"{source}: there is no setting {key!r}; the nearest is {near!r}"
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0)
+            nearest = f"; the nearest is {near[0]!r}" if near else ""
+            unknown = f"{source}: there is no setting {key!r}{nearest}"
             raise SystemExit(f"{unknown}; --help lists them all")
         given[key] = convert(source, key, value, known[key].types)
     values = defaults | given

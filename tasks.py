@@ -164,7 +164,7 @@ def run_tasks(model, encoding, batch_size, device, tasks, task_dir, num_fewshot,
     if unknown:
         near = [each for name in unknown for each in get_close_matches(name, manager.all_tasks, 5)]
         near = ", ".join(near or sorted(manager.all_tasks)[:20])
-        raise SystemExit(f"tasks={tasks!r}: no {', '.join(unknown)}; there is {near} and others")
+        raise SystemExit(f"tasks={tasks!r}: no {', '.join(unknown)}; there is {near}")
     found = lm_eval.simple_evaluate(
         harness(model, encoding, batch_size, device),
         tasks=names,

@@ -2213,6 +2213,12 @@ def test_a_save_leaves_the_files_of_others_alone(data, tmp_path):
     assert set(os.listdir(tmp_path)) == others | {"ckpt.pt", "log.jsonl"}
 
 
+def test_a_run_resumes_in_a_folder_with_brackets_in_its_name(data, runs, tmp_path):
+    run = shutil.copytree(runs / "a", tmp_path / "lr[3e-4]*")
+    resume(run, max_iters=7)
+    assert checkpoint(run)["step"] == 7
+
+
 def test_a_resumed_run_does_not_keep_the_old_file_on_the_disk(data, runs, tmp_path):
     """A file that is replaced takes space as long as a process has it open."""
     if not os.path.exists("/proc/self/maps"):

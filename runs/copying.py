@@ -19,6 +19,7 @@ import torch
 
 import depth
 from checkpoint import load_model
+from configurator import configure
 
 EVERY = 100
 COPIES = 0.75
@@ -59,8 +60,7 @@ def onset(line):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:  # there are no settings
-        raise SystemExit(__doc__)
+    configure(globals(), argv=sys.argv[1:])  # there are no settings: only --help
     plan = [settings_of(*each) for each in RUNS]
     for settings, line in zip(plan, study.run("copying", plan, measured)):
         print(f"{study.described(settings, plan)}: copies after {onset(line)} steps")

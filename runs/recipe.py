@@ -12,6 +12,8 @@ import sys
 from stats import decided, gap_of, losses_of
 from study import run, table
 
+from configurator import configure
+
 COMMON = {"max_iters": 800, "eval_interval": 800, "eval_tokens": 262144, "log_interval": 20}
 # The recipe until this study. Now ReLU, which is better, and no logit cap are the defaults.
 COMMON |= {"activation": "relu2", "logit_cap": 15.0}
@@ -60,6 +62,5 @@ def rows(lines_of):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:  # there are no settings
-        raise SystemExit(__doc__)
+    configure(globals(), argv=sys.argv[1:])  # there are no settings: only --help
     print(table(HEAD, rows(run)))

@@ -35,6 +35,7 @@ from stats import decided, differences, gap_of, losses_of, minus, plus_minus, ve
 from study import ROOT, NotFinished, find, read
 
 import plot
+from configurator import configure
 from model import RESIDUALS
 
 RESULTS = ROOT / "results"
@@ -129,7 +130,7 @@ def modes(optimizer):
 
 def judge_facts():
     """How many modes have each verdict, and what could have been found."""
-    head, rows = modes("muon")
+    head, rows = table_of("modes")
     words = dict(zip(head, zip(*rows[3:])))  # without the baseline
     for kind in ("verdict", "after Holm"):
         for word in ("better", "worse", "undecided"):
@@ -164,15 +165,13 @@ def verdict_facts():
     many change at half of pre-norm's rate, and two modes at the rates that one tuning seed chose.
     """
     theirs = judged("muon")[0][BASELINE][1]
-    head, rows = modes("muon")
-    corrected = {row[0]: row[head.index("after Holm")] for row in rows}
     ahead, fragile = Counter(), 0
     for each in compared("muon"):
         mode = each["mode"]
         ours = judged_lines("muon", mode)
         fragile += verdict([gap_of(ours, theirs["half"])]) != verdict([each["steps"]])
         if leads(ours, theirs[1.0], [1000])[0] < 0:
-            ahead[corrected[mode]] += 1
+            ahead[number("modes", mode, "after Holm")] += 1
     yield "fragile at half its rate", fragile
     for word, n in ahead.items():
         yield f"ahead after 1,000 steps: {word}", n
@@ -742,8 +741,7 @@ def names_in_words(readme):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:  # there are no settings
-        raise SystemExit(__doc__)
+    configure(globals(), argv=sys.argv[1:])  # there are no settings: only --help
     for page in PAGES:
         text = filled((ROOT / page).read_text())
         (ROOT / page).write_text(text)
