@@ -261,7 +261,7 @@ def test_a_run_resumes_on_any_number_of_ranks(data, tmp_path, more, close):
     torch.testing.assert_close(*states, rtol=1e-2, atol=10 * close)
 
 
-@cases("world, shard, kills", [(1, "none", 5), (2, "none", 5), (2, "fsdp", 20)])
+@cases("world, shard, kills", [(1, "none", 4), (2, "none", 4), (2, "fsdp", 8)])
 def test_kill_9_of_everything_changes_nothing(data, tmp_path, world, shard, kills):
     """The launcher is killed with its workers and started again. torch's own restarts are not used:
     workers share one store, and may read the addresses of workers that are dead."""
@@ -423,18 +423,21 @@ def test_nag_compiles_to_one_kernel_forward_and_one_backward():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
-@cases("modes, kind", [("prenorm,bhyt", "dense"), ("nag", "dense"), ("prenorm", "skipping")])
-def test_a_training_step_compiles_for_an_h100(modes, kind, tmp_path):
-    """In a process of its own: it makes torch believe in a GPU. It fails on graph breaks and on
-    kernels that keep more than 1 KB of registers in memory."""
-    argv = [f"--modes={modes}", "--what=step", f"--parts={kind}", f"--out={tmp_path / 'found'}"]
-    done = subprocess.run(
-        [sys.executable, "runs/h100.py", *argv], cwd=HERE, capture_output=True, text=True
-    )
+@cases("argv, names", [
+    (["--modes=nag,bhyt"], ["nag", "bhyt"]),
+    (["--modes=prenorm", "--what=step", "--parts=dense,skipping"],
+     ["prenorm, dense", "prenorm, skipping"]),
+])  # fmt: skip
+def test_training_compiles_for_an_h100(argv, names, tmp_path):
+    """In a process of its own: it makes torch believe in a GPU."""
+    command = [sys.executable, "runs/h100.py", *argv, f"--out={tmp_path / 'found'}"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     found = json.loads((tmp_path / "found").read_text())["modes"]
-    assert [*found] == [f"{mode}, {kind}" for mode in modes.split(",")]
-    assert all(each["kernels"] > 20 and each["passes"] > 100 for each in found.values())
+    assert [*found] == names
+    for each in found.values():
+        assert each["kernels"] > 3 and each["passes"] > 15
+        assert each["breaks"] == 0 and each["spill"] <= 1024  # bytes of registers kept in memory
 
 
 def test_gpu_py_measures_in_turn_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
@@ -539,7 +542,8 @@ def test_every_documented_command_runs_at_toy_size(tmp_path):
     documents = "".join(open(clone / name).read() for name in ("README.md", "GUIDE.md"))
     commands = "".join(re.findall(r"```sh\n(.*?)```", documents, re.S)).splitlines()
     assert {"make train", "make test"} <= set(commands) and len(commands) > 15
-    for command in commands:
-        if command not in ("make test", "make slow"):  # this test is part of them
-            ran = subprocess.run(["bash", "-c", at_toy_size(command, corpus, tasks)], **how)
-            assert ran.returncode == 0, f"{command}\n{ran.stdout[-1500:]}\n{ran.stderr[-3000:]}"
+    commands = [command for command in commands if command not in ("make test", "make slow")]
+    small = [at_toy_size(command, corpus, tasks) for command in commands]
+    for command in dict.fromkeys(small):  # each of them once, in the order of the pages
+        ran = subprocess.run(["bash", "-c", command], **how)
+        assert ran.returncode == 0, f"{command}\n{ran.stdout[-1500:]}\n{ran.stderr[-3000:]}"
