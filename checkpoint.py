@@ -15,6 +15,7 @@ import glob
 import os
 import pickle
 import shutil
+import zipfile
 from dataclasses import asdict
 
 import torch
@@ -82,6 +83,8 @@ def copy_tokenizer(folder, to, names=("tokenizer.json", "tokenizer_config.json")
 def load(path):
     """The state in a checkpoint, with its "path". Its tensors stay on disk until they are used."""
     path = locate(path)
+    if not zipfile.is_zipfile(path):
+        raise SystemExit(f"{path} is no checkpoint of train.py, or it is cut off")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except READ_ERRORS as error:

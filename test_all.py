@@ -1788,6 +1788,7 @@ def test_a_run_that_goes_on_may_change_some_settings_and_no_others(data, runs, t
         given = {name.replace("tokens_per_step", "total_batch_tokens"): new}
         refuses(f"run/ckpt.pt was trained with {name}={old}, not ", resume, run, **given)
     refuses("already holds a run", train, data, run)
+    refuses("run/ckpt.pt is at step 7 already", resume, run, max_iters=6)
     assert content(run) == before
     state = torch.load(run / "ckpt.pt", weights_only=True)
     torch.save(state | {"meta": {"tokenizer_sha256": "another"}}, run / "ckpt.pt")

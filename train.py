@@ -130,6 +130,8 @@ def check_settings():
             fail(f"{asked} needs {needed}")
     if compile and device.type == "cpu" and not machine.has_compiler():
         fail("compile=True needs a C++ compiler on a CPU: install g++, or --compile=False")
+    if going_on and "max_iters" in given and max_iters < saved["step"]:
+        fail(f"{max_iters=}: {saved['path']} is at step {saved['step']} already")
     if not resuming and (checkpoint.newest(out_dir) or os.path.exists(log_path)):
         fail(f"{out_dir} already holds a run: continue with --init_from=resume or change --out_dir")
 

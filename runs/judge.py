@@ -390,8 +390,10 @@ def main():
         raise SystemExit("the judge tries many learning rates: give --min_lr=None, a tenth of each")
     modes = [*RESIDUALS] if residual == "all" else residual.split(",")
     everyone = [*dict.fromkeys([baseline, *modes])]
-    if not 2 <= seeds < 100 or len(everyone) < 2:  # from 100 on, seeds tune
-        raise SystemExit(f"give 2 to 99 seeds, and a mode that is not the baseline {baseline}")
+    if not 2 <= seeds < 100:  # from 100 on, seeds tune
+        raise SystemExit(f"{seeds=}: give 2 to 99")
+    if len(everyone) < 2:
+        raise SystemExit(f"{residual=}: give a mode that is not the baseline")
     for mode in everyone:
         if why := refusal(**shape_of(scale) | {"residual": mode}):
             raise SystemExit(why)

@@ -401,8 +401,8 @@ def test_a_rehearsal_is_small_and_says_so(place, monkeypatch, capsys):
 
 @cases("argv, message", [
     ("--residual=foo", f"residual='foo': choose one of {', '.join(RESIDUALS)}"),
-    ("--residual=prenorm", "give 2 to 99 seeds, and a mode that is not the baseline prenorm"),
-    ("--seeds=100", "give 2 to 99 seeds"), ("--min_lr=1e-5", "give --min_lr=None"),
+    ("--residual=prenorm", "residual='prenorm': give a mode that is not the baseline"),
+    ("--seeds=100", "seeds=100: give 2 to 99"), ("--min_lr=1e-5", "give --min_lr=None"),
     ("--residual=nag --n_embd=63", "n_embd"),
 ])  # fmt: skip
 def test_the_judge_refuses_what_it_cannot_build_in_one_line(monkeypatch, argv, message):
