@@ -251,8 +251,8 @@ def test_a_run_resumes_on_any_number_of_ranks(data, tmp_path, more, close):
     )  # a constant rate
     train(data, one, **how, **more, max_iters=9)
     for last, world, shard, compile in (
-        (2, 2, "fsdp", True), (3, 1, "none", False), (4, 2, "fsdp", False), (5, 4, "fsdp", False),
-        (7, 2, "none", True), (9, 2, "fsdp", True),
+        (2, 2, "fsdp", True), (3, 1, "none", False), (5, 4, "fsdp", False), (7, 2, "none", True),
+        (9, 2, "fsdp", True),
     ):  # fmt: skip
         start = dict(init_from="auto", world=world, shard=shard, compile=compile)
         ranks(data, run, **start, **how, **more, max_iters=last)
