@@ -780,23 +780,23 @@ def test_sentences_written_by_hand_agree_with_the_results():
         gap, half = tables.number("depths", "nag Muon", column).split(" ± ")
         assert abs(float(gap)) < float(half)  # "neither a lead nor a change of it"
 
-    gaps, alone = {}, {}
+    gaps = {}
     for (name, _), lines in tables.lead_lines("mod").items():
         if "on pre-norm" not in name and name not in ("nag", "prenorm"):
-            by_seed = tables.at_equal_flops(tables.with_further_seeds(lines))
-            gaps[name] = stats.interval(by_seed), len(by_seed)
-            alone[name] = stats.interval(by_seed[3:]) if len(by_seed) == 6 else None
-    corrected = stats.holm(gaps)
+            gaps[name] = tables.at_equal_flops(tables.with_further_seeds(lines))
+    corrected = stats.holm({name: (stats.interval(gap), len(gap)) for name, gap in gaps.items()})
     for router, rate in product(("NAG's", "learned"), (0.2, 0.4)):
         name = f"{router} router {rate}"
         assert corrected[name] == "better"  # "also after Holm's correction"
-        assert stats.verdict([alone[name]]) == "better"  # "also with the last three seeds alone"
+        last = stats.interval(gaps[name][3:])
+        assert stats.verdict([last]) == "better"  # "also with the last three seeds alone"
         assert tables.number("mixtures", name, "verdict at equal time") == "undecided"
 
     for name, better in (
         ("NAG's router 0.4 minus learned router on pre-norm 0.4", True),
         ("learned router 0.4 minus learned router on pre-norm 0.4", True),
         ("NAG's router 0.4 minus learned router 0.4", False),
+        ("NAG's router 0.2 minus learned router 0.2", True),
         ("NAG's router minus 5 blocks", True),
     ):  # "pre-norm with a learned router ends higher than NAG with either router"
         gap, half = map(float, tables.number("facts", name, "value").split(" ± "))
