@@ -105,6 +105,13 @@ def logits_and_gradients(model, idx, targets):
     return logits, loss, torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
 
 
+@pytest.fixture
+def quick_compiler(monkeypatch):
+    """torch.compile traces, checks and differentiates as usual, but generates no code."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+
+
 def accepts(**changes):
     """Whether such a model exists. If not, its mode must refuse a setting that it does not use."""
     try:
@@ -688,10 +695,14 @@ def test_sampling_follows_the_distribution():
         assert (counts / 20000).tolist() == pytest.approx(expected, abs=0.02)
 
 
-@cases("changes", [
-    dict(MOD, moe_experts=4), *[slow(dict(residual=r)) for r in ("nag", "bhyt", "mhc", "attnres")],
+@cases("backend, changes", [
+    ("aot_eager", dict(MOD, moe_experts=4)), slow("inductor", dict(MOD, moe_experts=4)),
+    *[slow("inductor", dict(residual=r)) for r in ("nag", "bhyt", "mhc", "attnres")],
 ])  # fmt: skip
-def test_a_compiled_step_decodes_as_an_eager_one_and_is_compiled_once(changes):
+def test_a_compiled_step_decodes_as_an_eager_one_and_is_compiled_once(
+    backend, changes, monkeypatch
+):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     model, idx = shaken(tiny(**changes)).eval(), some_ids(T=4)
     torch._dynamo.reset()
     expected = generate.generate(model, idx, 40, temperature=0)  # past the window
@@ -1283,7 +1294,7 @@ def test_a_checkpoint_sums_the_scores_of_all_ranks_and_leaves_those_of_each_alon
 
 
 @cases("compile", [False, True])
-def test_a_forward_that_is_recomputed_counts_all_scores_twice(compile):
+def test_a_forward_that_is_recomputed_counts_all_scores_twice(compile, quick_compiler):
     counts = {}
     for recompute in (False, True):
         model = tiny(**MOD)
@@ -1843,7 +1854,9 @@ def test_evaluation_does_not_touch_training_and_is_the_exact_mean(data, tmp_path
     "dtype=bfloat16", "alpha_warmup_iters=4", "embed_lr=0.1", "head_lr=0.1 --tied=False",
 ]), ("recompute=True --loss_chunk=50", "a"),
     ("recompute=True --loss_chunk=50 --compile=True --residual=lns", "c")])  # fmt: skip
-def test_a_setting_changes_the_losses_or_only_memory(data, runs, tmp_path, setting, like):
+def test_a_setting_changes_the_losses_or_only_memory(
+    data, runs, tmp_path, setting, like, quick_compiler
+):
     train(data, tmp_path, *f"--{setting.replace('PATH', str(runs / 'a'))}".split())
     losses, before = log_of(tmp_path).losses, log_of(runs / (like or "a")).losses
     assert losses == pytest.approx(before, abs=1e-4) if like else losses != before
@@ -2405,7 +2418,7 @@ def test_eval_tells_who_skips_and_dials_the_rate(data, runs, monkeypatch, capsys
     assert seen[0][0][0].tolist() == windows[data_file.spread(windows, 32768)[0]][:-1].tolist()
 
 
-def test_the_loss_of_any_text_is_exact(runs, tmp_path, monkeypatch):
+def test_the_loss_of_any_text_is_exact(runs, tmp_path, monkeypatch, quick_compiler):
     text, asked = "def f(x):\n    return x + 1  # plus one\n" * 3, []
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.jsonl").write_text(json.dumps({"body": text}) + "\n")
@@ -2563,7 +2576,8 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
     refuses("no sources in its depth: its mode has no sources", plot.main, "sources", x, dense[2])
 
 
-def test_experts_are_chosen_in_float32_and_may_be_left_without_tokens(monkeypatch):
+@cases("backend", ["aot_eager", slow("inductor")])
+def test_experts_are_chosen_in_float32_and_may_be_left_without_tokens(backend, monkeypatch):
     experts, h = moe.layers(shaken(tiny(moe_experts=4)))[0], torch.randn(64, 32)
     seen, results, real = [], [], torch.Tensor.topk
     experts.bias[2] = -10.0
@@ -2574,7 +2588,7 @@ def test_experts_are_chosen_in_float32_and_may_be_left_without_tokens(monkeypatc
             experts(h)
     assert seen[0].dtype == seen[1].dtype == torch.float32 and torch.equal(*seen)
     experts.load.zero_()
-    for run in (experts, torch.compile(experts)):
+    for run in (experts, torch.compile(experts, backend=backend)):
         with torch.autocast("cpu", torch.bfloat16):
             loss = run(h).float().square().sum()
         results.append([loss, *torch.autograd.grad(loss, [*experts.parameters()])])

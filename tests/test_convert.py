@@ -185,7 +185,7 @@ def test_a_converted_model_starts_below_an_untrained_one_and_trains_like_any_oth
     assert trained - 0.05 < first < (untrained + trained) / 2
     assert residual == "nag" or first == pytest.approx(trained, abs=0.1)
     assert log_of(tmp_path / "run").headers[0]["settings"]["residual"] == residual
-    resume(tmp_path / "tuned", init_from=tmp_path / "run", max_iters=1)
+    resume(tmp_path / "tuned", init_from=tmp_path / "run", max_iters=1, compile=False)
     assert checkpoint(tmp_path / "tuned")["config"] == checkpoint(tmp_path / "run")["config"]
     refuses("has no optimizer state", resume, tmp_path / "x", branch_from=tmp_path / "new.pt",
             init_from="auto")  # fmt: skip
