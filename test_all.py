@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import attention
 import bhyt
 import checkpoint as checkpoints
 import configurator
@@ -938,6 +939,42 @@ def test_the_compiler_knows_the_options_of_every_mode():
         torch.compile(lambda x: x, options={"triton.gone": False})
 
 
+def test_gathered_queries_see_the_same_tokens_as_in_a_full_row():
+    layer, h = shaken(tiny()).blocks[0].attn, torch.randn(2, 12, 32)
+    docs = torch.arange(12).expand(2, -1) // 4
+    rope = tuple(table[:12] for table in attention.rotary_table(tiny().config, None))
+    rows = mod.highest(torch.randn(2, 12), 5)
+    for of_docs in (None, docs):
+        full = layer(h, rope, of_docs)
+        chosen = full.gather(1, rows[0][..., None].expand(-1, -1, 32))
+        assert_close(layer(h, rope, of_docs, rows=rows), chosen)
+
+
+def test_a_prompt_longer_than_the_context_keeps_its_end():
+    model, idx = shaken(tiny()).eval(), some_ids(T=50)
+    expected = generate.generate(model, idx[:, -32:], 6, temperature=0)[:, -6:]
+    assert torch.equal(generate.generate(model, idx, 6, temperature=0)[:, -6:], expected)
+
+
+def test_output_projections_of_hc_start_larger_because_its_end_sums_the_streams():
+    for n in (1, 4):
+        hc = tiny(residual="hc", hc_streams=n, init_out="plain", n_embd=128).blocks[0]
+        plain = tiny(residual="prenorm", init_out="plain", n_embd=128).blocks[0]
+        for ours, theirs in ((hc.attn.wo, plain.attn.wo), (hc.mlp.down, plain.mlp.down)):
+            ratio = ours.weight.std() / theirs.weight.std()
+            assert ratio.item() == pytest.approx(math.sqrt(n), rel=0.05)
+
+
+@cases("residual, grown", [("attnres", torch.bfloat16), ("attnres_block", torch.float32)])
+def test_only_sums_of_outputs_need_the_dtype_of_the_stream(residual, grown):
+    model = tiny(residual=residual, n_layer=8)  # attnres_block: 2 sublayers a block
+    first, second = model.blocks[0].attn_residual, model.blocks[0].mlp_residual
+    stream = model.ends.embed(torch.randn(2, 4, 32))
+    for sublayer in (first, second):
+        stream = sublayer.write(stream, torch.randn(2, 4, 32).bfloat16())
+        assert stream.x.dtype == grown
+
+
 # --- NAG ------------------------------------------------------------------------------------------
 
 
@@ -1839,12 +1876,15 @@ def test_evaluation_does_not_touch_training_and_is_the_exact_mean(data, tmp_path
         exact = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
         assert log_of(run).val_losses[-1] == pytest.approx(exact, abs=1e-5)
         for batch_size, model.loss_chunk in itertools.product((1, 3, 16, 100), (None, 50)):
-            batches = data_file.eval_batches(windows, places, batch_size, "cpu")
+            batches = [*data_file.eval_batches(windows, places, batch_size, "cpu")]
             assert model_file.evaluate(model, batches) == pytest.approx(exact, abs=1e-5)
         report = evaluated(run, "loss,depth", eval_tokens=512, depth_tokens=320, val_part=part)
         assert report["loss"]["loss"] == pytest.approx(exact, abs=1e-5)
         found |= {exact, report["depth"]["norm"][0]}
     assert len(found) == 6  # each part has its own loss and its own first norm
+    for training in (True, False):
+        model_file.evaluate(model.train(training), batches)
+        assert model.training == training
 
 
 @cases("setting, like", [*((setting, None) for setting in [

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import struct
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,6 +222,18 @@ def test_an_exported_model_is_loaded_by_transformers_and_comes_back(changes, tmp
         assert torch.equal(back(idx)[0], ours(idx)[0])
     refuses("already holds a model", hf.export_model, str(tmp_path / "c"), str(tmp_path / "b"))
     refuses("already holds a checkpoint", hf.import_model, str(tmp_path / "b"), str(tmp_path / "c"))
+
+
+def test_an_export_of_lns_folds_the_factor_of_each_block_into_its_gains(tmp_path, monkeypatch):
+    files = {}  # needs no package: the tensors are kept here in place of a file
+    keep = lambda tensors, path, metadata: (files.update(tensors), open(path, "w").close())
+    library = SimpleNamespace(torch=SimpleNamespace(save_file=keep))
+    monkeypatch.setattr(hf, "safetensors", lambda: library)
+    ours = shaken(GPT(GPTConfig(**hf.SOURCE, residual="lns", n_layer=3, n_embd=24, vocab_size=257)))
+    hf.export_model(save(ours, tmp_path / "a"), str(tmp_path / "b"))
+    for b, block in enumerate(ours.blocks):
+        gain = files[f"model.layers.{b}.input_layernorm.weight"]
+        assert_close(gain, block.attn_residual.norm.gain.detach() / math.sqrt(b + 1))
 
 
 def rewrite_header(path, change):
