@@ -184,7 +184,10 @@ class Block(nn.Module):
         return router(run, residual, h, stream, self.scale)
 
     def flops(self, scores):
-        """FLOPs per token of (attention, the MLP). scores: FLOPs of the attention scores."""
+        """FLOPs per token of (attention, the MLP). scores: FLOPs of the attention scores.
+
+        A skipped query counts no scores, also where attention.FLASH computes them and drops them.
+        """
         attention = matmul_flops((*self.attn.modules(), *self.attn_residual.modules())) + scores
         mlp = matmul_flops((*self.mlp.modules(), *self.mlp_residual.modules()))
         if self.attn_router is not None:  # keys and values are computed for all tokens

@@ -939,7 +939,9 @@ def test_the_compiler_knows_the_options_of_every_mode():
         torch.compile(lambda x: x, options={"triton.gone": False})
 
 
-def test_gathered_queries_see_the_same_tokens_as_in_a_full_row():
+@cases("flash", [(), ("cpu",)])
+def test_gathered_queries_see_the_same_tokens_as_in_a_full_row(flash, monkeypatch):
+    monkeypatch.setattr(attention, "FLASH", flash)
     layer, h = shaken(tiny()).blocks[0].attn, torch.randn(2, 12, 32)
     docs = torch.arange(12).expand(2, -1) // 4
     rope = tuple(table[:12] for table in attention.rotary_table(tiny().config, None))
@@ -963,6 +965,23 @@ def test_output_projections_of_hc_start_larger_because_its_end_sums_the_streams(
         for ours, theirs in ((hc.attn.wo, plain.attn.wo), (hc.mlp.down, plain.mlp.down)):
             ratio = ours.weight.std() / theirs.weight.std()
             assert ratio.item() == pytest.approx(math.sqrt(n), rel=0.05)
+
+
+@cases("changes", [MOD, dict(MOD, mod_router="learned", residual="prenorm", n_head=4, n_kv_head=1)])
+def test_skipping_on_flash_attention_has_the_losses_and_gradients_of_a_mask(changes, monkeypatch):
+    found, idx, real = [], some_ids(), F.scaled_dot_product_attention
+    masks = []
+    seen = lambda *args, attn_mask, **how: (
+        masks.append(attn_mask) or real(*args, attn_mask=attn_mask, **how)
+    )
+    monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
+    for flash in ((), ("cpu",)):
+        monkeypatch.setattr(attention, "FLASH", flash)
+        masks.clear()
+        model = shaken(tiny(**changes)).double()
+        found.append(logits_and_gradients(model, idx, idx.roll(-1, 1)))
+        assert len(masks) == 4 and all((mask is None) == bool(flash) for mask in masks)
+    assert_close(*found)
 
 
 @cases("residual, grown", [("attnres", torch.bfloat16), ("attnres_block", torch.float32)])
