@@ -1659,12 +1659,15 @@ def free_port():
         return free.getsockname()[1]
 
 
-def ranks(data, out, world=2, sigterm_to=None, **settings):
-    """train.py in several processes, forked from one that has only imported this file"""
+def ranks(data, out, world=2, sigterm_to=None, join=True, **settings):
+    """train.py in several processes, forked from one that has only imported this file.
+
+    Without join, returns at once: what it returns has their processes.
+    """
     torch.multiprocessing.set_forkserver_preload(["test_all"])
     how = (world, free_port(), sigterm_to, data, str(out), settings)
     start = torch.multiprocessing.start_processes
-    start(one_rank, how, nprocs=world, daemon=True, start_method="forkserver")
+    return start(one_rank, how, world, join, daemon=True, start_method="forkserver")
 
 
 def one_rank(rank, world, port, sigterm_to, data, out, settings):
