@@ -191,13 +191,16 @@ def rope(keys):
 
 
 def rope_keys(config):
-    if config.rope_scaling is None:
-        return {"rope_type": "default", "rope_theta": config.rope_base}
-    if len(config.rope_scaling) == 1:
-        factor = config.rope_scaling[0]
-        return {"rope_type": "linear", "rope_theta": config.rope_base, "factor": factor}
-    scaling = dict(zip(LLAMA3, config.rope_scaling))
-    return {"rope_type": "llama3", "rope_theta": config.rope_base, **scaling}
+    """rope_theta and rope_scaling, which transformers 4 reads, and the rope_parameters of 5."""
+    theta, given = {"rope_theta": config.rope_base}, config.rope_scaling
+    if given is None:
+        scaling = {"rope_type": "default"}
+    elif len(given) == 1:
+        scaling = {"rope_type": "linear", "factor": given[0]}
+    else:
+        scaling = {"rope_type": "llama3", **dict(zip(LLAMA3, given))}
+    old = None if given is None else scaling
+    return theta | {"rope_scaling": old, "rope_parameters": theta | scaling}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -406,7 +409,7 @@ def to_keys(config, hidden, meta, dtype):
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.block_size,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": rope_keys(config),
+        **rope_keys(config),
         "tie_word_embeddings": config.tied,
         "hidden_act": "silu",
         "bos_token_id": meta.get("bos"),

@@ -104,6 +104,23 @@ def test_models_that_transformers_lacks_are_refused(changes, message):
     refuses(message, hf.family_of, GPTConfig(**hf.SOURCE | changes))
 
 
+@cases("scaling, old", [
+    (None, None), ((4.0,), dict(rope_type="linear", factor=4.0)),
+    ((8.0, 1.0, 4.0, 16), LLAMA3 | dict(original_max_position_embeddings=16)),
+])  # fmt: skip
+def test_an_export_has_the_rotary_keys_of_transformers_4_and_5(scaling, old):
+    config = GPTConfig(**hf.SOURCE, rope_base=5e5, rope_scaling=scaling)
+    keys = json.loads(json.dumps(hf.to_keys(config, 48, {}, torch.float32)))
+    assert (keys["rope_theta"], keys["rope_scaling"]) == (5e5, old)
+    new = (old or dict(rope_type="default")) | dict(rope_theta=5e5)
+    assert keys["rope_parameters"] == new
+    both = {"rope_base": 5e5, "rope_scaling": scaling}
+    assert hf.rope(hf.Keys(keys)) == both
+    forms = ("rope_parameters",), ("rope_theta", "rope_scaling")
+    for form in forms:
+        assert hf.rope(hf.Keys({key: keys[key] for key in form})) == both
+
+
 @cases("changes", [
     dict(head_dim=6, attn_bias="qkv", rope_scaling=(4.0,)), dict(attn_bias="all", head_dim=12),
     dict(n_head=4, n_kv_head=2, qk_norm=True, qk_norm_joint=True, bias=True, attn_bias="none"),
