@@ -553,6 +553,7 @@ def check(config):
     scales = len(scaling) in (1, 4) and numbers(scaling, len(scaling)) and min(scaling) > 0
     scales = scales and (len(scaling) == 1 or scaling[1] < scaling[2])
     experts = not c.moe_experts or 1 <= c.moe_top_k <= c.moe_experts
+    rescales = RESIDUALS[c.residual].rescales and c.norm != "none"
     rules = (
         (not c.tied or c.head_scale in unset, f"head_scale={c.head_scale} needs tied=False"),
         (
@@ -583,6 +584,11 @@ def check(config):
             experts,
             f"moe_experts={c.moe_experts}, moe_top_k={c.moe_top_k}: "
             "moe_top_k must be from 1 to moe_experts",
+        ),
+        (
+            not c.moe_experts or c.moe_top_k > 1 or c.moe_shared or not rescales,
+            f"moe_top_k=1: residual={c.residual!r} normalises the output, so that the router gets "
+            "no gradient: give --moe_top_k=2, or --moe_shared above 0",
         ),
     )
     for holds, message in rules:

@@ -3,7 +3,8 @@ Mixture of experts in place of the MLP. Each expert is an MLP, and a router send
 
     s = softmax(W_router h);  chosen: the k experts with the largest s_e + bias_e               (1)
     y = shared(h) + sum over the chosen e of w_e expert_e(h),  w = s / sum of the chosen s      (2)
-        with k = 1, w = s: a weight that is always 1 would give the router no gradient
+        with k = 1, w = s: a weight that is always 1 would give the router no gradient; modes that
+        normalise y alone remove this weight, so they refuse k = 1 without shared(h)
 
 The setting moe_balance chooses how the load of the experts is balanced:
     bias   after every step, bias_e += RATE * sign(mean load - load_e)    arXiv 2408.15664      (3)

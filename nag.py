@@ -224,7 +224,7 @@ class NAG(PreNorm):
     )  # fmt: skip
     ends = NAGEnds
     init_out = "plain"  # Eq. 4 removes any scale of the output
-    rotates = True
+    rotates = rescales = True
     cuda_options = fusing(reads=16, operations=150)
 
     def __init__(self, config, layer):

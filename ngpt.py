@@ -171,6 +171,7 @@ class NGPT(PreNorm):
     ends = NGPTEnds
     init_out = "plain"
     attention = UnitAttention
+    rescales = True
     recipe = {"weight_decay": 0.0, "warmup_iters": 0}  # where train.py's settings are None
 
     def __init__(self, config, layer):

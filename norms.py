@@ -309,6 +309,7 @@ class PreNorm(nn.Module):
     decays = ()  # names of its parameters that have weight decay
     rotates = False  # whether it has turn, alpha and ramp, as NAG does
     predicts = False  # whether refresh does anything
+    rescales = False  # whether write normalises f itself, so that no factor of f counts
     cuda_options = {}  # of torch.compile, for CUDA: see fusing
 
     def __init__(self, config, layer):
@@ -356,6 +357,8 @@ class PostNorm(PreNorm):
 
 
 class NoSkip(PostNorm):
+    rescales = True
+
     def __init__(self, config, layer):
         super().__init__(config, layer)
         refuse(config, branch_scale="one")  # there is no skip to scale the branch against
@@ -367,6 +370,7 @@ class NoSkip(PostNorm):
 class PeriNorm(PreNorm):
     ends = PeriEnds
     init_out = "plain"
+    rescales = True
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -378,6 +382,7 @@ class PeriNorm(PreNorm):
 
 class OutNorm(PostNorm):
     ends = FinalNorm
+    rescales = True
 
     def write(self, stream, f, gate=1.0):
         return stream.replace(x=stream.x + gate * self.norm(f))  # Eq. 12

@@ -555,7 +555,7 @@ def test_every_mode_equals_its_equation(residual):
     dict(EXTRAS, n_head=4, n_kv_head=2, n_layer=3), dict(EXTRAS, residual="ngpt"),
     dict(residual="prenorm", norm="layer"), dict(activation="relu"),
     dict(activation="relu2"), dict(activation="silu"),
-    dict(activation="swiglu", bias=True), dict(moe_experts=3, moe_top_k=1),
+    dict(activation="swiglu", bias=True), dict(residual="lns", moe_experts=3, moe_top_k=1),
     dict(moe_experts=4, moe_shared=24, activation="swiglu", n_hidden=16, bias=True),
     dict(nag_centre=False), dict(nag_orthogonal=False), dict(nag_directions=0),
     dict(nag_centre=False, nag_orthogonal=False, nag_directions=0, nag_lane=False),
@@ -861,6 +861,7 @@ ANY_NAME = dict(MOD, residual="prenorm", mod_router="learned", moe_experts=2)
     (dict(residual="bhyt", bhyt_lambda=(2.0, 0.0, 0.0)), "three starts"),
     (dict(moe_top_k=3), "moe_top_k needs moe_experts above 0"),
     (dict(moe_experts=2, moe_top_k=3), "moe_experts=2, moe_top_k=3"),
+    (dict(moe_experts=2, moe_top_k=1), "no gradient: give --moe_top_k=2, or --moe_shared above 0"),
     (dict(mod_rate=0.5), "mod_rate needs mod_on"), (dict(mod_fallback=True), "needs mod_on"),
     (dict(mod_on="both", mod_rate=1.0), "mod_rate=1.0: must be at least 0 and below 1"),
     (dict(mod_on="mlp"), "mod_rate above 0"),
@@ -879,7 +880,7 @@ def test_settings_that_do_not_fit_raise_when_the_model_is_built(changes, message
     dict(mod_on="mlp", mod_rate=0.5, mod_router="random"), dict(residual="hc"),
     dict(residual="ihc"), dict(residual="attnres_block"), dict(residual="nag"),
     dict(residual="dyt", mod_on="attention", mod_rate=0.4, mod_router="learned", n_kv_head=1),
-    dict(MOD, moe_experts=4, moe_top_k=1, mod_router="learned"),
+    dict(MOD, residual="lns", moe_experts=4, moe_top_k=1, mod_router="learned"),
     dict(residual="ngpt", n_head=4, n_kv_head=1, activation="swiglu", moe_experts=4, moe_shared=16),
 ])  # fmt: skip
 def test_flops_are_those_that_torch_counts(changes, monkeypatch):
@@ -1203,6 +1204,26 @@ def test_the_balance_loss_equals_its_formula_and_recomputation_does_not_change_i
     assert torch.equal(a.eval()(idx, idx)[1], b.eval()(idx, idx)[1])  # no penalty in evaluation
     unused = 2 * 2 * (2 * 32 * 128)  # two of four experts, in two blocks
     assert a.num_params() - a.num_params(active=True) == unused
+
+
+@every_mode
+def test_one_expert_per_token_gives_the_router_a_gradient_or_is_refused(residual, monkeypatch):
+    one = dict(residual=residual, moe_experts=4, moe_top_k=1)
+
+    def share(**more):
+        """The router's gradient, measured by that of its expert's matrix."""
+        mlp = (model := shaken(tiny(**one, **more)).double()).blocks[0].mlp
+        model(some_ids(), some_ids(seed=2))[1].backward()
+        return float(mlp.router.weight.grad.norm() / mlp.up.grad.norm())
+
+    rescales = RESIDUALS[residual].rescales
+    if rescales:
+        with pytest.raises(ValueError, match="give --moe_top_k=2, or --moe_shared above 0"):
+            tiny(**one)
+        assert share(moe_shared=16) > 1e-2
+        monkeypatch.setattr(RESIDUALS[residual], "rescales", False)
+    found = share()
+    assert found < 1e-4 if rescales else found > 1e-2
 
 
 def test_the_bias_balances_experts(monkeypatch):
