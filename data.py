@@ -95,10 +95,11 @@ def get_tokenizer(name):
         lines = [line.split() for line in open(name, "rb") if line.strip()]
         try:
             ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+            eot = 1 + max(ranks.values())  # ranks may have gaps
         except ValueError as error:
             raise SystemExit(f"{name}: not lines of base64 and rank ({error})") from None
         return tiktoken.Encoding(
-            name, pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={EOT: len(ranks)}
+            name, pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={EOT: eot}
         )
     if name not in tiktoken.list_encoding_names():
         names = ", ".join(tiktoken.list_encoding_names())

@@ -1461,12 +1461,14 @@ def test_shards_hold_every_document_once_in_order_and_the_formats_agree(texts):
 def test_a_local_rank_file_needs_no_network_and_travels_with_the_shards(tmp_path):
     write_texts(tmp_path)
     tokens, file = [bytes([i]) for i in range(256)] + [b"do", b"docu"], tmp_path / "my.tiktoken"
-    file.write_text("\n".join(f"{base64.b64encode(t).decode()} {i}" for i, t in enumerate(tokens)))
+    ranks = [*range(257), 258]  # with a gap
+    lines = [f"{base64.b64encode(t).decode()} {i}" for i, t in zip(ranks, tokens, strict=True)]
+    file.write_text("\n".join(lines))
     directory = make_data(tmp_path / "new", f"--source={tmp_path}/a.jsonl", f"--tokenizer={file}")
     file.unlink()
     meta, (ids, _) = data_file.read_meta(directory), tokens_of(directory, "train")
     encoding = data_file.meta_tokenizer(directory, meta)
-    assert (meta["vocab_size"], meta["eot"]) == (259, 258) == (encoding.n_vocab, encoding.eot_token)
+    assert (meta["vocab_size"], meta["eot"]) == (260, 259) == (encoding.n_vocab, encoding.eot_token)
     first = next(t for t in TEXTS if not prepare_c4.validates(t, 0.05))
     assert encoding.decode(ids.tolist()).startswith(first) and 256 in ids
 
@@ -1593,6 +1595,7 @@ def test_a_shard_that_has_changed_is_found(data, tmp_path, capsys):
     ("--tokenizer=gpt5", "choose bytes, a .tiktoken file, a tokenizer.json, or one of gpt2"),
     ("--tokenizer=my.tiktoken", "my.tiktoken: no such tokenizer file"),
     ("--tokenizer=bad.tiktoken", "bad.tiktoken: not lines of base64 and rank"),
+    ("--tokenizer=empty.tiktoken", "empty.tiktoken: not lines of base64 and rank"),
     ("--source=a.jsonl --data_dir=made", "prepared with another made_from"),
     ("--source=cut.jsonl", "cut.jsonl cannot be read"), ("--workers=0", "at least 1"),
     ("--source=latin.txt", "latin.txt cannot be read"), ("--source=nothing.jsonl", "no text for"),
@@ -1601,6 +1604,7 @@ def test_preparation_refuses_what_it_cannot_do(texts, argv, message):
     (texts / "bad.jsonl").write_text('{"body": "x"}\n')
     (texts / "cut.jsonl").write_text('{"text": "x"}\n{"text": "y')
     (texts / "bad.tiktoken").write_text("abc")
+    (texts / "empty.tiktoken").write_text("")
     (texts / "latin.txt").write_bytes("Grüße".encode("latin1"))
     (texts / "nothing.jsonl").write_text("")
     write_jsonl(texts / "empty.jsonl", [""])
