@@ -112,7 +112,7 @@ def refuse_adapters(state):
 # the chat template; end-of-text comes before the first question and after every answer
 ASK = "User: {}\n\nAssistant:"
 ANSWER = " {}"
-VAL_SHARE = 0.1  # share of the conversations for validation, at least one
+VAL_SHARE = 0.1  # share of the different conversations for validation, at least one
 
 
 def encode(turns, encoding):
@@ -162,16 +162,17 @@ def parsed(line):
 
 def split_conversations(source, split):
     """The conversations of "train" or "val", in file order. Those with the smallest hashes are for
-    validation, so that adding a conversation changes the split of few others."""
+    validation: adding a conversation changes the split of few others, and copies stay together."""
     conversations = list(read_conversations(source))
-    n = len(conversations)
-    if n < 2:
-        raise SystemExit(f"{source}: {n} conversations; at least 2 are needed, for train and val")
     texts = ("\n".join(turns).encode("utf-8", "surrogatepass") for turns in conversations)
     hashes = [hashlib.sha256(text).hexdigest() for text in texts]
-    order = sorted(range(n), key=lambda i: (hashes[i], i))
+    order = sorted({*hashes})
+    if (n := len(order)) < 2:
+        needed = "at least 2 are needed, for train and val"
+        raise SystemExit(f"{source}: {n} different conversations; {needed}")
     val = set(order[: max(1, round(VAL_SHARE * n))])
-    return [turns for i, turns in enumerate(conversations) if (i in val) == (split == "val")]
+    pairs = zip(conversations, hashes)
+    return [turns for turns, digest in pairs if (digest in val) == (split == "val")]
 
 
 class Conversations:

@@ -113,7 +113,7 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
     for n, val in ((2, 1), (3, 1), (15, 2)):
         write_conversations(path, n)
         assert (packed("train").kept, packed("val").kept) == (n - val, val)
-    refuses("1 conversations; at least 2", packed, write_conversations(path, 1) and "val")
+    refuses("1 different conversations; at least 2", packed, write_conversations(path, 1) and "val")
     for bad in ('{"text": "x"}', '[{"conversations": ["a", "b"]}]', "[", '{"conversations": "ab"}'):
         path.write_text(bad + "\n")
         refuses("record 0 is not", packed, "val")
@@ -122,6 +122,17 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
     refuses("c.jsonl cannot be read", packed, "val")
     path.unlink()
     refuses("c.jsonl: no such file", packed, "val")
+
+
+@cases("n, val", [(2, 1), (16, 2), (30, 3)])
+def test_copies_of_a_conversation_are_in_one_split(tmp_path, n, val):
+    path = write_conversations(tmp_path / "c.jsonl", n)
+    path.write_text(path.read_text() * 3)
+    train, held_out = (lora.split_conversations(path, split) for split in ("train", "val"))
+    assert (len(train), len(held_out)) == (3 * (n - val), 3 * val)
+    assert not {*map(tuple, train)} & {*map(tuple, held_out)}
+    path.write_text((path.read_text().splitlines()[0] + "\n") * 5)
+    refuses("1 different conversations; at least 2", lora.split_conversations, path, "val")
 
 
 @cases("changes", [*(dict(residual=r) for r in RESIDUALS), None, EXTRAS])
