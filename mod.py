@@ -99,7 +99,7 @@ class Router(nn.Module):
             return torch.rand(h.shape[:2], device=h.device)
         return self.table[stream.at[:, 0]].expand(h.shape[:2])
 
-    def forward(self, sublayer, residual, h, stream, scale):
+    def forward(self, sublayer, residual, h, stream, scale, docs=None):
         """Run the sublayer on some of the tokens and write its output to the stream.
 
         sublayer: (h, rows) -> (B, k, C), with rows as in attention.gather_rows, or (h, None) ->
@@ -108,7 +108,7 @@ class Router(nn.Module):
         turn = residual.turn(stream.x) if self.geometric else None
         q = self.score(h, stream, residual, scale, turn)
         if self.training or self.collect:
-            self.count(q)
+            self.count(q, docs)
         choose_and_run = self.run_top_k if self.training or self.look_ahead else self.run_above_tau
         f, runs = choose_and_run(sublayer, h, q)
         return self.write(residual, f, runs[..., None], q[..., None], stream, scale, turn)
@@ -148,10 +148,14 @@ class Router(nn.Module):
         return residual.skip(stream, new, runs)
 
     @torch.no_grad()
-    def count(self, q):
-        """Add scores to the histogram of this rank. A recomputed forward counts all twice."""
+    def count(self, q, docs=None):
+        """Add scores to the histogram of this rank, except those of padding, whose docs are 0.
+
+        A recomputed forward counts all twice.
+        """
         bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
-        self.fresh.index_add_(0, bins, torch.ones_like(bins, dtype=torch.int32))
+        real = torch.ones_like(bins) if docs is None else docs.flatten() > 0
+        self.fresh.index_add_(0, bins, real.to(torch.int32))
 
 
 def highest(scores, k):

@@ -131,7 +131,7 @@ class MLP(nn.Module):
         self.gate = nn.Linear(config.n_embd, hidden, config.bias) if gated else None
         self.down = nn.Linear(hidden, config.n_embd, config.bias)
 
-    def forward(self, h):
+    def forward(self, h, docs=None):  # docs are for experts
         if self.gate is None:
             return self.down(self.act(self.up(h)))
         return self.down(self.act(self.gate(h)) * self.up(h))
@@ -163,25 +163,30 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, stream, rope, docs=None, cache=None, values=None):
-        return self.feed(self.attend(stream, rope, docs, cache, values))
+        return self.feed(self.attend(stream, rope, docs, cache, values), docs)
 
     def attend(self, stream, rope, docs=None, cache=None, values=None):
         def run(h, rows=None):
             return self.drop(self.attn(h, rope, docs, cache, rows, values))
 
-        return self.sublayer(run, self.attn_residual, self.attn_router, stream)
+        return self.sublayer(run, self.attn_residual, self.attn_router, stream, docs)
 
-    def feed(self, stream):
+    def feed(self, stream, docs=None):
+        counted = docs if self.training else None  # experts count their load in training only
+
         def run(h, rows=None):
-            return self.drop(self.mlp(h if rows is None else gather_rows(h, rows)))
+            if rows is None:
+                return self.drop(self.mlp(h, counted))
+            of_rows = None if counted is None else gather_rows(counted, rows)
+            return self.drop(self.mlp(gather_rows(h, rows), of_rows))
 
-        return self.sublayer(run, self.mlp_residual, self.mlp_router, stream)
+        return self.sublayer(run, self.mlp_residual, self.mlp_router, stream, docs)
 
-    def sublayer(self, run, residual, router, stream):
+    def sublayer(self, run, residual, router, stream, docs):
         h, stream = residual.read(stream)
         if router is None:
             return residual.write(stream, run(h), self.scale)
-        return router(run, residual, h, stream, self.scale)
+        return router(run, residual, h, stream, self.scale, docs)
 
     def flops(self, scores):
         """FLOPs per token of (attention, the MLP). scores: FLOPs of the attention scores.
@@ -269,7 +274,7 @@ class GPT(nn.Module):
         Without targets: logits (B, T, V), or (B, 1, V) of the last position, and no loss.
         With targets (B, T): no logits, and the mean cross-entropy, without targets of -1, plus in
         training the penalty of moe.py. docs (B, T) numbers the documents of a row; a token attends
-        only within its document.
+        only within its document. 0 is padding, which routers and experts do not count.
         """
         hidden, head = self.hidden(idx, docs, cache)
         if targets is None:

@@ -83,7 +83,8 @@ class MoE(nn.Module):
         self.register_buffer("load", load, persistent=False)
         self.penalty = None  # Eq. 4 of this forward, in training
 
-    def forward(self, h):
+    def forward(self, h, docs=None):
+        """h (..., C) -> (..., C). Tokens whose docs (...) are 0 are padding, and not counted."""
         x = h.flatten(0, -2)  # (N, C)
         s, chosen = self.route(x)
         experts, order = chosen.flatten().sort(stable=True)  # (N k,): choices grouped by expert
@@ -92,9 +93,16 @@ class MoE(nn.Module):
         ones = torch.ones_like(experts, dtype=torch.int32)  # a GPU adds int32, but sorts int64
         load = torch.zeros_like(self.load).index_add_(0, experts, ones)
         if self.training:
-            self.load += load
+            counted, mean = load, s.mean(0)
+            if docs is not None:
+                real = docs.flatten() > 0
+                ones = real[order // self.k].to(torch.int32)
+                counted = torch.zeros_like(load).index_add_(0, experts, ones)
+                mean = (s * real[:, None]).sum(0) / real.sum().clamp(min=1)
+            self.load += counted
             if self.by_loss:
-                penalty = RATE * self.E * (load / len(experts) * s.mean(0)).sum()  # Eq. 4
+                share = counted / counted.sum().clamp(min=1)
+                penalty = RATE * self.E * (share * mean).sum()  # Eq. 4
                 # recomputation runs this again, but must keep the first penalty
                 self.penalty = penalty if self.penalty is None else self.penalty
         y = self.run_experts(x, order, w, load).view(h.shape)

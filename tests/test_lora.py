@@ -11,7 +11,9 @@ import torch.nn.functional as F
 
 import data as data_file
 import lora
+import mod
 import model as model_file
+import moe
 from checkpoint import load_model
 from model import RESIDUALS
 from test_all import (
@@ -149,6 +151,27 @@ def test_documents_in_a_row_do_not_see_each_other(changes):
         assert_close(packed[:, 10:25], model(idx[:, 10:25])[0], atol=1e-4, rtol=1e-3)
     (grad,) = torch.autograd.grad(model.train()(idx, idx, docs)[1], model.embed.weight)
     assert grad.isfinite().all()
+
+
+def test_routers_and_experts_do_not_count_padding():
+    model = tiny(residual="nag", mod_on="both", mod_rate=0.3, moe_experts=4, moe_balance="loss")
+    docs = torch.tensor([[1] * 10 + [2] * 15 + [0] * 7, [1] * 20 + [0] * 12])
+    model(some_ids(), some_ids(), docs)
+    assert [int(router.fresh.sum()) for router in mod.routers(model)] == [45] * 4
+    layer, h = moe.layers(tiny(moe_experts=4, moe_balance="loss"))[0], torch.randn(2, 32, 32)
+    penalties, loads = [], []
+    for given in ((h, docs), (h[docs > 0],)):
+        layer(*given)
+        penalties, loads = [*penalties, layer.penalty], [*loads, layer.load.tolist()]
+        layer.penalty = None
+        layer.load.zero_()
+    assert loads[0] == loads[1] and sum(loads[0]) == 2 * 45
+    assert_close(*penalties)
+    experts = moe.layers(model)  # they get the tokens that run, with their documents
+    assert all(0 < int(layer.load.sum()) <= 2 * 45 for layer in experts)
+    model = tiny(mod_on="mlp", mod_rate=0.3, moe_experts=4)
+    model(some_ids(), some_ids(), torch.zeros_like(docs))
+    assert all(int(layer.load.sum()) == 0 for layer in moe.layers(model))
 
 
 @cases("model", [
