@@ -11,20 +11,26 @@ Config files and --key=value override them, in the order given:
     python train.py config/gpt2_124m.py --learning_rate=3e-4
 
 The fields of dataclasses passed to configure are settings too. A config file holds lines of
-key = literal. It is parsed, never executed. The line include = "other.py" stands for the lines of
-another file in its folder.
+key = literal, or arithmetic of numbers such as 12 * 8. It is parsed, never executed. The line
+include = "other.py" stands for the lines of another file in its folder.
 """
 
 import ast
 import difflib
 import inspect
 import io
+import operator
 import os
 import textwrap
 import tokenize
 from typing import NamedTuple
 
 TYPES = {t.__name__: t for t in (bool, int, float, str, tuple)} | {"None": type(None)}
+OPERATIONS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow,
+    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
+    ast.USub: operator.neg, ast.UAdd: operator.pos,
+}  # fmt: skip
 defaults = {}  # of the settings that configure() read last; echo() leaves them out
 
 
@@ -113,6 +119,21 @@ def literal(text, types):
     return value if type(value) in types or str not in types else text
 
 
+def value_of(node):
+    """The value of a literal, or of arithmetic such as 12 * 8 with numbers up to 1e30."""
+    if not isinstance(node, (ast.BinOp, ast.UnaryOp)):
+        return ast.literal_eval(node)
+    parts = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.operand]
+    numbers = [value_of(part) for part in parts]
+    fits = lambda number, most=1e30: type(number) in (int, float) and abs(number) <= most
+    if not all(map(fits, numbers)) or (isinstance(node.op, ast.Pow) and not fits(numbers[1], 100)):
+        raise ValueError("not a number, or too large")
+    value = OPERATIONS[type(node.op)](*numbers)
+    if not fits(value):
+        raise ValueError("not a real number, or too large")
+    return value
+
+
 def read_file(path, outer=()):
     """Yield (path, key, value) for every line of a config file and of the files it includes."""
     if path in outer:
@@ -129,8 +150,8 @@ def read_file(path, outer=()):
             continue  # a docstring
         try:
             (target,) = node.targets
-            key, value = target.id, ast.literal_eval(node.value)
-        except (AttributeError, ValueError, TypeError):
+            key, value = target.id, value_of(node.value)
+        except (AttributeError, ValueError, TypeError, KeyError, ArithmeticError):
             line = f"{path}, line {node.lineno}"
             got = ast.unparse(node)
             raise SystemExit(f"{line}: expected key = literal, got {got!r}") from None

@@ -144,6 +144,15 @@ def test_settings_take_values_of_their_type_in_the_order_given(tmp_path):
         assert list(configurator.read_settings(text)) == ["b"]
 
 
+@cases("text, value", [
+    ("12 * 8", 96), ("-(2 - 5) * 2**3", 24), ("+7 // 2", 3), ("12 / 4", 3), ("(1 + 2) * 2", 6),
+])  # fmt: skip
+def test_a_config_may_hold_arithmetic_of_numbers(tmp_path, text, value):
+    (tmp_path / "x.py").write_text(f"batch_size = {text}\nlearning_rate = {text} / 2\n")
+    values, _ = configure(str(tmp_path / "x.py"))
+    assert repr((values["batch_size"], values["learning_rate"])) == repr((value, value / 2))
+
+
 def test_a_run_begins_with_the_settings_that_are_not_the_defaults(capsys):
     values = configure("--n_layer=3", "--out_dir=x", "--seed=1337", "--gate_lr=None")[0]
     configurator.echo(values)
@@ -165,7 +174,8 @@ def test_a_run_begins_with_the_settings_that_are_not_the_defaults(capsys):
     ("include = 'x.py'", "x.py: includes itself"),
     ("n_laye = 5", "x.py: there is no setting 'n_laye'"),
     *((f"n_layer = {bad}", "x.py, line 1: expected key") for bad in (
-        "open('y')", "n + 1", "-'a'", "2 * 4",
+        "open('y')", "n + 1", "-'a'", "'a' * 2", "9**9**9", "7**99", "1 / 0", "10.0**99 * 1e300",
+        "True + 1", "(-8) ** 0.5", "not 1", "5 % 2", "2 * open('y')", "~1",
     )),
     ("--n_layer=2*4", "n_layer expects int, got '2*4'"),
 ])  # fmt: skip
