@@ -27,6 +27,8 @@ PEAK_FLOPS = {  # dense bfloat16 FLOP/s from the data sheets; other devices get 
     "A100": 312e12, "L40S": 362e12, "A40": 150e12, "A10G": 70e12, "L4": 121e12,
     "RTX 6000 Ada": 364e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
+# names of other chips, and of parts of one (MIG, or a virtual GPU such as A100-10C)
+NOT_THE_CARD = r"\b(Laptop|Max-Q|Ti|D|MIG)\b|-\d+[ABCQ]\b"
 
 
 def pick_device(name, local_rank=0):
@@ -164,6 +166,8 @@ def shard_over_ranks(model, device):
 
 def peak_flops(name):
     """Dense bfloat16 FLOP/s of a device by its name, or None. The longest key that fits counts."""
+    if re.search(NOT_THE_CARD, name):
+        return None
     found = [key for key in PEAK_FLOPS if re.search(rf"\b{key}\b", name)]
     return PEAK_FLOPS[max(found, key=len)] if found else None
 

@@ -135,7 +135,10 @@ def test_auto_takes_the_best_device_there_is(monkeypatch):
     ("NVIDIA A10G", 70), ("NVIDIA A40", 150), ("NVIDIA L40S", 362), ("NVIDIA L4", 121),
     ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA RTX 6000 Ada Generation", 364),
     ("NVIDIA H20", None), ("NVIDIA L40", None), ("NVIDIA A10", None), ("Tesla T4", None),
-    ("AMD EPYC", None),
+    ("AMD EPYC", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA GeForce RTX 3090 Ti", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+    ("NVIDIA A100-10C", None), ("GRID A100-1-5C", None), ("NVIDIA A40-8Q", None),
 ])  # fmt: skip
 def test_the_peak_of_a_gpu_goes_by_its_name(name, teraflops):
     assert machine.peak_flops(name) == (teraflops and teraflops * 1e12)
