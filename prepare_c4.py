@@ -83,22 +83,30 @@ def divide(files, share):
 
     Returns a function of a text: (its part for validation, its part for training). A part may be
     None. A hash puts each document into one split. With fewer than FEW documents the shares would
-    be far from val_share, and a split could be empty: then every document is cut in two.
+    be far from val_share, and a split could be empty: then every document is cut in two. One that
+    is the beginning of another one is left out: the other one would train on its end.
     """
 
     def by_hash(text):
         return (text, None) if validates(text, share) else (None, text)
 
     def by_place(text):
+        if text in begun:
+            return None, None
         at = int((1 - share) * len(text))
         return text[at:] or None, text[:at] or None
 
-    sides = set()
+    sides, texts = set(), set()
     for count, text in enumerate(chain.from_iterable(map(data.read_documents, files)), 1):
         sides.add(validates(text, share))
+        texts.add(text)
         if count >= FEW and len(sides) == 2:
             return by_hash
+    # in sorted order, a text that others extend comes right before one of them
+    begun = {text for text, after in pairwise(sorted(texts)) if after.startswith(text)}
     print(f"few documents: validation gets the last {100 * share:.3g}% of each")
+    if begun:
+        print(f"left out {len(begun)} documents that are the beginning of another one")
     return by_place
 
 

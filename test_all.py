@@ -1560,6 +1560,16 @@ def test_few_documents_give_their_ends_to_validation(texts, capsys, documents):
     assert all(len(b) == math.ceil(len(b + a) / 10) for a, b in zip(train, val))
 
 
+def test_few_documents_that_others_extend_are_left_out(texts, capsys):
+    a, b = "".join(map(chr, range(32, 127))) * 2, "b" * 100
+    write_jsonl(texts / "my.jsonl", [a, a + b * 9, b + "c", a + b, b, a + b * 9])
+    argv = ["--source=my.jsonl", "--tokenizer=bytes", "--val_share=0.1"]
+    directory = make_data("new", *argv)
+    assert "left out 3 documents that are the beginning" in capsys.readouterr().out
+    train, val = (documents_in(directory, split) for split in ("train", "val"))
+    assert [x + y for x, y in zip(train, val)] == [a + b * 9, b + "c", a + b * 9]
+
+
 def test_without_a_network_the_message_names_a_tokenizer_that_needs_none(texts, monkeypatch):
     import requests
 
