@@ -27,6 +27,7 @@ from machine import gathered, shard_like
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig
 
 FORMAT = 4  # raise it when the content of a file or the meaning of a setting changes
+USE_ITS_CODE = "use the code that wrote it: log.jsonl has its commit"
 NEWEST = "ckpt.pt"
 RATES = ("learning_rate", "gate_lr", "embed_lr", "head_lr")
 FINE_TUNING = 0.1  # learning rates of all weights, as a share of those that trained the model
@@ -94,20 +95,23 @@ def load(path):
         raise SystemExit(f"{path} is no checkpoint of train.py: it lacks config, settings or step")
 
     found = state.get("format", 1)
-    use_its_code = "use the code that wrote it: log.jsonl has its commit"
     if found != FORMAT:
-        raise SystemExit(f"{path} has format {found}, this code reads {FORMAT}: {use_its_code}")
+        raise SystemExit(f"{path} has format {found}, this code reads {FORMAT}: {USE_ITS_CODE}")
     differs = state["config"].keys() ^ MODEL_SETTINGS
     if differs:
         names = ", ".join(sorted(differs))
-        raise SystemExit(f"{path} differs from this code in the settings {names}: {use_its_code}")
+        raise SystemExit(f"{path} differs from this code in the settings {names}: {USE_ITS_CODE}")
     return state | {"path": path}
 
 
 def load_model(path, device="cpu"):
     """Load a checkpoint as (state, model). The model is in eval mode, with adapters merged."""
     state = load(path)
-    model = GPT(GPTConfig(**state["config"]))
+    try:
+        model = GPT(GPTConfig(**state["config"]))
+    except ValueError as error:  # older code allowed it
+        refused = f"{state['path']}: this code refuses its settings ({error})"
+        raise SystemExit(f"{refused}: {USE_ITS_CODE}") from None
     model.loss_chunk = state["settings"].get("loss_chunk")
     load_weights(model, state)
     model.refresh()

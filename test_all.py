@@ -2297,6 +2297,7 @@ def without(state, name):
     ("run/ckpt.pt", resaved(lambda s: s | {"format": 2}), "has format 2, this code reads 4"),
     ("run/ckpt.pt", resaved(lambda s: s | {"format": 99}), "has format 99, this code reads 4"),
     ("run/ckpt.pt", config(n_embd=64), "does not fit its own settings"),
+    ("run/ckpt.pt", config(n_head=3), "does not divide into n_head=3 heads"),
     ("run/ckpt.pt", config(bhyt_causal=True), "differs from this code in the settings bhyt_causal"),
     ("run/ckpt.pt", resaved(lambda s: s | {"config": without(s["config"], "smear")}), "smear: use"),
 ])  # fmt: skip
