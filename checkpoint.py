@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from data import atomic, file_sha256
+from data import atomic, file_sha256, make_folder
 from machine import gathered, shard_like
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig
 
@@ -63,7 +63,7 @@ def prepare_folder(path):
     """Make the folder of a new file. A file that exists is not overwritten."""
     if os.path.exists(path):
         raise SystemExit(f"{path} already exists: give another name")
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    make_folder(os.path.dirname(path))
 
 
 def copy_tokenizer(folder, to, names=("tokenizer.json", "tokenizer_config.json")):

@@ -21,6 +21,7 @@ import inspect
 import io
 import operator
 import os
+import sys
 import textwrap
 import tokenize
 from typing import NamedTuple
@@ -183,6 +184,14 @@ def check(settings, rules, error=SystemExit):
         for key in keys.split():
             if settings[key] is not None and not holds(settings[key]):
                 raise error(f"{key}={settings[key]!r}: must be {words}")
+
+
+def usage(text, argv, fits):
+    """For scripts without settings: print the text if asked to, or if the arguments do not fit."""
+    asked = bool({"-h", "--help"} & {*argv})
+    if asked or not fits:
+        print(text.strip(), file=sys.stdout if asked else sys.stderr)
+        raise SystemExit(not asked)
 
 
 def print_help(namespace, settings):

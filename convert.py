@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 import bhyt
 import checkpoint
-from configurator import configure
+from configurator import configure, usage
 from data import Windows, eval_batches, spread
 from depth import walk
 from lora import refuse_adapters
@@ -165,8 +165,7 @@ def main(path, to, *argv):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        raise SystemExit(__doc__)
+    usage(__doc__, sys.argv, len(sys.argv) >= 3)
     try:
         main(*sys.argv[1:])
     except ValueError as error:

@@ -39,6 +39,14 @@ GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++
 # Files
 
 
+def make_folder(path):
+    """Make a folder, if it does not exist yet."""
+    try:
+        os.makedirs(path or ".", exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"{path}: no folder can be made there: {error.strerror}") from None
+
+
 @contextmanager
 def atomic(path):
     """Open a temporary file for writing. It is renamed to path once it is complete on disk.

@@ -232,12 +232,14 @@ def answers(parts, model, rows, encoding):
     """Evaluate and print each part, and yield (part, report). rows: what to score, or None."""
     if "loss" in parts:
         places = range(len(rows)) if text is not None else data.spread(rows, eval_tokens, val_part)
+        print(f"loss of {len(places):,} windows; --eval_tokens takes fewer", flush=True)
         report = loss(model, rows, places, encoding, batch_size, device)
         show_loss(report)
         yield "loss", report
     if {"depth", "mod"} & set(parts):
         rows = rows if text is None else rows.whole()
         places = data.spread(rows, depth_tokens, val_part if text is None else "all")
+        print(f"the stream in {len(places):,} windows; --depth_tokens takes fewer", flush=True)
         batches = unpadded(rows, places)
     if "depth" in parts:
         report = depth.depth(model, batches)
@@ -312,6 +314,8 @@ def choose_parts(model, settings, has_shards):
     if not mod.routers(model):
         known.remove("mod")
     parts = known[:-1] if what is None else what.split(",")
+    if "mod" in set(parts) - set(known):
+        raise SystemExit(f"what={what!r}: mod is for models with routers, and this one has none")
     unknown = set(parts) - set(known)
     if unknown:
         raise SystemExit(f"what={what!r}: {', '.join(unknown)} is not one of {', '.join(known)}")

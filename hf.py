@@ -485,7 +485,8 @@ def main(argv):
     elif len(words) == 3 and words[0] == "export" and not given:
         export_model(*words[1:])
     else:
-        raise SystemExit(__doc__)
+        what = " ".join(argv) or "no arguments"
+        fail(f"{what}: give import MODEL [--out_dir=DIR] [--block_size=N], or export CKPT DIR")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkpoint
+from configurator import usage
 from data import file_sha256, meta_tokenizer, start_of_text
 from norms import pick
 
@@ -245,6 +246,5 @@ def main(path, to):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        raise SystemExit(__doc__)
+    usage(__doc__, sys.argv, len(sys.argv) == 3)
     main(*sys.argv[1:])

@@ -30,6 +30,8 @@ import sys
 from contextlib import suppress
 from functools import partial
 
+from configurator import usage
+
 # Colours of Okabe and Ito, and of Tol, which colour-blind readers can tell apart.
 COLOURS = {
     "prenorm": "#000000", "perinorm": "#0072B2", "postnorm": "#D55E00", "lns": "#009E73",
@@ -347,6 +349,5 @@ def main(figure, out, *runs):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 4:
-        raise SystemExit(__doc__)
+    usage(__doc__, sys.argv, len(sys.argv) >= 4)
     main(*sys.argv[1:])

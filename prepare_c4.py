@@ -328,7 +328,7 @@ def prepare(settings):
 
     name = settings["tokenizer"] or ("bytes" if source == "python" else "gpt2")
     encoding = data.get_tokenizer(name)
-    os.makedirs(directory, exist_ok=True)
+    data.make_folder(directory)
     meta = open_meta(directory, name, encoding, settings, train, val)
     left = max(0, (limit or 0) - meta["splits"]["train"]["tokens"])
     need = left * data.token_dtype(encoding.n_vocab).itemsize

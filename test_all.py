@@ -2091,6 +2091,7 @@ BAD_INPUT = {
     ],
     "eval.py": [
         ("--what=loss,dept", "dept is not one of loss, depth, sample, tasks"),
+        ("--what=mod", "mod is for models with routers, and this one has none"),
         ("--checkpoint=x.pt", "x.pt: no such check"), ("--data_dir=/x", "/x holds no prepared"),
         ("--what=loss --text=nope.md", "text='nope.md': no such file"),
         ("--limit=3", "limit=3 is for tasks"),
@@ -2145,7 +2146,9 @@ def test_runs_on_different_data_are_not_compared_or_resumed(data, runs, tmp_path
         assert shard["sha256"] == data_file.file_sha256(os.path.join(data, shard["file"]))
     message = f"{a} and {b} were trained on different data"
     refuses(message, plot.main, "loss", str(tmp_path / "x"), str(a), str(b))
-    refuses("was trained on other data than that of", resume, a, data_dir=other)
+    refuses(
+        f"other data than that of {other}: the shards of train differ", resume, a, data_dir=other
+    )
     shutil.copytree(data, tmp_path / "moved")
     resume(a, data_dir=tmp_path / "moved", max_iters=7)  # the same content elsewhere
 
@@ -2712,6 +2715,24 @@ def test_only_the_variables_of_torchrun_are_read_from_the_environment():
         text = open(os.path.join(HERE, path)).read()
         assert set(re.findall(r"environ\S*", text)) <= from_torchrun | {"environ"}, path
         assert not re.findall(r"except( Exception)?:", text), path
+
+
+@cases("name", ["plot.py", "lora.py", "convert.py"])
+def test_scripts_without_settings_print_their_help(name, capsys):
+    for argv, status in ((["--help"], 0), ([], 1)):
+        with pytest.raises(SystemExit) as stop:
+            script(name, *argv)
+        assert bool(stop.value.code) == bool(status)
+        assert f"python {name}" in capsys.readouterr()[status]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(data, tmp_path):
+    (tmp_path / "file").touch()
+    where = tmp_path / "file" / "out"
+    why = f"{where}: no folder can be made there: Not a directory"
+    refuses(why, train, data, where)
+    refuses(why, make_data, where, "--source=README.md", "--tokenizer=bytes")
+    refuses("out_dir is empty: give a folder", train, data, "")
 
 
 @cases("name", ["generate.py", "prune.py"])

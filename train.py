@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import signal
 import sys
 import time
@@ -30,7 +31,16 @@ import mod
 import moe
 import muon
 from configurator import check, configure, echo
-from data import Loader, Windows, atomic, eval_batches, is_imported, micro_batches, spread
+from data import (
+    Loader,
+    Windows,
+    atomic,
+    eval_batches,
+    is_imported,
+    make_folder,
+    micro_batches,
+    spread,
+)
 from depth import gate_health
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, evaluate, init_out
 
@@ -132,6 +142,8 @@ def check_settings():
         fail("compile=True needs a C++ compiler on a CPU: install g++, or --compile=False")
     if going_on and "max_iters" in given and max_iters < saved["step"]:
         fail(f"{max_iters=}: {saved['path']} is at step {saved['step']} already")
+    if not out_dir:
+        fail("out_dir is empty: give a folder")
     if not resuming and (checkpoint.newest(out_dir) or os.path.exists(log_path)):
         fail(f"{out_dir} already holds a run: continue with --init_from=resume or change --out_dir")
 
@@ -197,8 +209,9 @@ tokens_per_step, sequences, micro_steps = divide_batch()
 train_windows, val_windows, pretraining, meta = open_data()
 data_sha256 = {"train": train_windows.sha256, "val": val_windows.sha256}
 if going_on and saved["data"] != data_sha256:
-    hashes = f"{saved['data']}, {data_sha256}"
-    fail(f"{saved['path']} was trained on other data than that of {sft_data or data_dir}: {hashes}")
+    splits = " and ".join(k for k, v in data_sha256.items() if saved["data"].get(k) != v)
+    other = f"was trained on other data than that of {sft_data or data_dir}"
+    fail(f"{saved['path']} {other}: the shards of {splits} differ")
 
 torch.manual_seed(seed)
 adapters = None if saved is None else saved.get("lora")
@@ -361,7 +374,8 @@ def announce(header):
         for split, rows in (("train", train_windows), ("val", val_windows)):
             kept = f"{rows.kept} conversations in {len(rows)} rows"
             print(f"{split}: {kept}, {rows.cut} of them cut; {rows.dropped} too long")
-    print(f"{name_of_device}, {dtype}, compile={compile}")
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    print(f"{name_of_device}{threads}, {dtype}, compile={compile}")
     batch = f"{world} ranks x {micro_steps} micro-steps x {sequences} x {config.block_size}"
     print(f"{max_iters} steps of {flops_per_step:.3g} FLOPs and {tokens_per_step} tokens = {batch}")
 
@@ -557,7 +571,7 @@ peak = machine.peak_flops(name_of_device)
 ramp_alpha()
 header = run_header()
 if is_main:
-    os.makedirs(out_dir, exist_ok=True)
+    make_folder(out_dir)
     if origin is not None:
         checkpoint.copy_tokenizer(os.path.dirname(origin), out_dir)
     if os.path.exists(log_path):
@@ -576,7 +590,8 @@ if step == 0 and keep_interval:
     save("kept")
 log({"run": header})
 if compile and is_main and not finished():
-    print("compiling, about a minute")
+    print("compiling: a minute, or several if blocks differ, as in attnres_block or with skipping;")
+    print("for a short run, start again with --compile=False")
 if step == 0 and eval_interval:
     seen = compiling(validate)
     log({"step": 0, "tokens": 0, "flops": 0} | seen)
@@ -636,7 +651,8 @@ while not finished() and not stopped:
 
 state = "not saved, because the last step was bad" if bad_steps else "saved"
 if is_main and stopped:
-    print(f"stopped by a signal at step {step}, {state}: continue with --init_from=resume")
+    command = f"python train.py --out_dir={shlex.quote(out_dir)} --init_from=resume"
+    print(f"stopped by a signal at step {step}, {state}; to continue: {command}")
 elif is_main and bad_steps:
     print(f"the run ended at step {step}, {state}: the last good checkpoint is the newest")
 elif is_main:
