@@ -75,8 +75,8 @@ class GPTConfig:
     nag_orthogonal: bool = True  # nag: remove the part of an update along the stream
     nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: g_dec alone does
     nag_first_logits: float | None = 0.75  # nag: std of first logits; None: exp(s) <r, w> / d
-    hc_streams: int = 4  # hc, mhc, ihc: number of streams
-    mhc_start: str = "prenorm"  # mhc, ihc: first maps: prenorm, paper or deepseek
+    hc_streams: int = 4  # hc, mhc, ihc, smhc, gated, wide: number of streams
+    mhc_start: str = "prenorm"  # mhc, ihc, smhc: first maps: prenorm, paper or deepseek
     attnres_size: int | None = None  # attnres_block: sublayers a block; None: at most 8 blocks
     moe_experts: int = 0  # experts in place of each MLP; 0: one MLP
     moe_top_k: int = 2  # moe: experts per token

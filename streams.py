@@ -17,6 +17,18 @@ Hyper-Connections keep n streams X (n, C) for each token. Three maps, made from 
                19 times rows and columns. Columns sum to 1, rows almost                          (5)
                end: h = sum_i (sigmoid(s y + b) + eps)_i X_i, with its own W, s and b            (6)
     ihc        mhc without mixing: M = I, and y of Eq. 4 has two parts, for h_pre and h_post
+    smhc       the single pass of DeepSeek-V4.1-Flash, read in its code. The maps are those of mhc,
+               but a sublayer reads with the h_pre that the sublayer before it made:
+               f = F(Norm(pre^T X)),  X as in Eq. 1,  pre <- h_pre(X before the write)           (8)
+               begin: pre = (1, 0, ..., 0); end: h = pre^T X, with the last pre
+    gated      Qwen3.8-Flash-Next, read in its code. z_i = RMSNorm_i(X_i), and D has n_embd / RANK
+               rows. h = mean_i sigmoid(U_i silu(D vec(z) / n)) * z_i                            (9)
+               X_i <- X_i + 2 sigmoid(<w_i, vec(z)> / n) F(h)                                   (10)
+               end: h of Eq. 9 with its own gains, D and U, and no final norm
+    wide       NVIDIA's Nemotron, Megatron-LM #6716. The maps are constants of the sublayer:
+               f = F(Norm(sum_i sigmoid(rho_i) X_i))                                            (11)
+               X_i <- (1 - 0.1 sigmoid(-kappa_i)) X_i + 2 sigmoid(beta_i) f                     (12)
+               end: the sum of Eq. 11 with its own rho, then Norm
 
 Attention Residuals (arXiv 2603.15031) keep all sources v_0 ... v_m apart. Each sublayer has a
 learned query w and gain g, and so has the end of the model:
@@ -26,9 +38,9 @@ learned query w and gain g, and so has the end of the model:
                attnres_size sublayers; the last block is a source from its first sublayer on
     sublayer   p = softmax_i(<w * g, v_i> / rms(v_i)),  f = F(Norm(sum_i p_i v_i))               (7)
 
-mhc_start sets the initial maps of mhc and ihc. W is random. At "prenorm" the s are 0, h_pre reads
-the mean, h_post is 1 and M is near I: the model equals pre-norm, to about 1e-5. At "paper" the s
-are 0.01, and at "deepseek", as in the code of DeepSeek-V4, they are 1; the b are 0 in both.
+mhc_start sets the initial maps of mhc, ihc and smhc. W is random. At "prenorm" the s are 0, h_pre
+reads the mean, h_post is 1 and M is near I: the model equals pre-norm, to about 1e-5. At "paper"
+the s are 0.01, and at "deepseek", as in the code of DeepSeek-V4, they are 1; the b are 0 in both.
 Equal streams with zero maps would stay equal for ever; a random W parts them once the s move.
 
 Cost: n streams take n times the reads and writes of the stream, and `recompute` keeps n times the
@@ -44,6 +56,9 @@ Differs from the papers:
 - Maps, Eq. 5 and Eq. 7 are float32, whatever the dtype of the stream.
 - Eq. 2 has an RMSNorm without a gain, because W can learn one.
 - The start of W in mhc is ours (W z has variance 1), and so is b = 0 at "paper".
+- In smhc the start of the maps is that of mhc. In gated U starts at 0, so all gates are 1/2, and
+  D z and <w_i, z> start with variance 1; the random w parts the streams. wide has n = 3 in its
+  source. All three have 4 streams by default.
 - attnres keeps each output in its own dtype, such as bfloat16. Sums have the dtype of the stream.
 """
 
@@ -54,10 +69,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from norms import FinalNorm, PreNorm, RMSNorm, Stream, fusing, mlps, upcast, weight_of
+from norms import FinalNorm, PreNorm, RMSNorm, Stream, fusing, mlps, refuse, upcast, weight_of
 
 EPS = 1e-6  # of Eqs. 4, 5 and 6
 STARTS = {"prenorm": 0.0, "paper": 0.01, "deepseek": 1.0}  # mhc_start: first s
+RANK = 8  # gated: D and U have the rank n_embd / RANK, at least 1
 NEAR = 5.0  # mhc_start "prenorm": M starts with e^NEAR on its diagonal for each 1 beside it
 
 
@@ -183,6 +199,32 @@ def write(X, M, post, f):
     return [(x + h * f).to(X[0].dtype) for x, h in zip(mixed, post)]
 
 
+def gated_read(z, down, up):
+    """Eq. 9, (B, T, C) in float32. z: n tensors (B, T, C)."""
+    n, C = len(z), z[0].size(-1)
+    low = sum(F.linear(z_i, D_i.to(z_i.dtype)) for z_i, D_i in zip(z, down.split(C, 1)))
+    low = F.silu(low / n)
+    gates = [torch.sigmoid(upcast(F.linear(low, U_i.to(low.dtype)))) for U_i in up.split(C)]
+    return dot(gates, map(upcast, z)) / n
+
+
+def gated_post(z, w):
+    """The factors of f in Eq. 10: n tensors (B, T, 1)."""
+    return [2 * torch.sigmoid(y / len(z)) for y in Products.apply(w, *z)]
+
+
+def wide_read(X, rho):
+    """The sum of Eq. 11: (B, T, C) in float32."""
+    return read(X, entries(torch.sigmoid(rho), X[0]))
+
+
+def wide_write(X, kappa, beta, f):
+    """The new X of Eq. 12."""
+    kept = entries(1 - 0.1 * torch.sigmoid(-kappa), X[0])
+    post = entries(2 * torch.sigmoid(beta), X[0])
+    return [(k * upcast(x) + h * f).to(x.dtype) for k, x, h in zip(kept, X, post)]
+
+
 # ------------------------------------------------------------------------------------------------
 # Hyper-Connections: the modes. Stream.x is X_1, and Stream.sources are X_2 ... X_n
 
@@ -225,16 +267,27 @@ class MHCEnds(HCEnds):
         return mhc_end(streams_of(stream), self.w, self.s, self.b)
 
 
-class Connections(PreNorm):
-    """What hc and mhc share. A subclass defines `maps`."""
+class Streams(PreNorm):
+    """What all modes with n streams share."""
 
-    decays = ("w",)  # parameters that decay: model.param_groups puts them in "maps"
+    settings = ("hc_streams",)
     # on an H200 the compiler's joint kernel for sums of rows and of columns took 25 of 30 ms in ihc
     cuda_options = fusing(reads=16, operations=100) | {"triton.mix_order_reduction": False}
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.n = config.hc_streams
+
+    def skip(self, old, new, runs):
+        pairs = zip(streams_of(new), streams_of(old))
+        x, *others = (torch.where(runs, x, before) for x, before in pairs)
+        return new.replace(x=x, sources=tuple(others))
+
+
+class Connections(Streams):
+    """Maps that are made from X. A subclass defines `maps`."""
+
+    decays = ("w",)  # parameters that decay: model.param_groups puts them in "maps"
 
     def read(self, stream):
         X = streams_of(stream)
@@ -250,11 +303,6 @@ class Connections(PreNorm):
         x, *others = write(streams_of(stream), M, [gate * h for h in maps[:n]], f)
         return stream.replace(x=x, lane=None, sources=tuple(others))
 
-    def skip(self, old, new, runs):
-        pairs = zip(streams_of(new), streams_of(old))
-        x, *others = (torch.where(runs, x, before) for x, before in pairs)
-        return new.replace(x=x, sources=tuple(others))
-
     def mixing(self, stream):
         """The M (B, T, n, n) of a stream that read has returned, or None. For depth.py."""
         M = stream.lane[..., self.n :]
@@ -262,7 +310,6 @@ class Connections(PreNorm):
 
 
 class HC(Connections):
-    settings = ("hc_streams",)
     ends = HCEnds
 
     def __init__(self, config, layer):
@@ -331,6 +378,128 @@ class MHC(Connections):
 
 class IHC(MHC):
     n_maps = 2  # h_pre and h_post
+
+
+class SMHCEnds(HCEnds):
+    def embed(self, e):  # a lane without a gradient would need a compiled graph of its own
+        first = torch.eye(1, self.n, dtype=upcast(e[:0]).dtype, device=e.device)
+        return super().embed(e).replace(lane=first + 0 * e[..., :1])
+
+    def additive(self, stream):
+        return read(streams_of(stream), stream.lane[..., : self.n].split(1, -1))
+
+
+class SMHC(MHC):
+    """Stream.lane is pre, (B, T, n). Between read and write h_pre, h_post and M follow it."""
+
+    ends = SMHCEnds
+
+    def read(self, stream):
+        X, pre = streams_of(stream), stream.lane
+        h_pre, post, M = self.maps(X)
+        lane = torch.cat([pre, *h_pre, *post, *chain(*M)], -1)
+        h = self.norm(read(X, pre.split(1, -1))).to(stream.x.dtype)  # Eq. 8
+        return h, stream.replace(lane=lane)
+
+    def write(self, stream, f, gate=1.0):
+        _, h_pre, maps = self.parts(stream)
+        return super().write(stream.replace(lane=maps), f, gate).replace(lane=h_pre)
+
+    def skip(self, old, new, runs):
+        pre, *_ = self.parts(old)
+        return super().skip(old, new, runs).replace(lane=torch.where(runs, new.lane, pre))
+
+    def mixing(self, stream):
+        *_, maps = self.parts(stream)
+        return super().mixing(stream.replace(lane=maps))
+
+    def parts(self, stream):
+        """pre, h_pre, and h_post with M, of a stream that read has returned."""
+        n = self.n
+        return stream.lane.split([n, n, n + n * n], -1)
+
+
+def stream_norms(config):
+    return nn.ModuleList(RMSNorm(config.n_embd, config.norm_eps) for _ in range(config.hc_streams))
+
+
+def gate_matrices(config):
+    """D and U of Eq. 9."""
+    rank, size = max(1, config.n_embd // RANK), config.hc_streams * config.n_embd
+    return nn.Parameter(torch.empty(rank, size)), nn.Parameter(torch.empty(size, rank))
+
+
+class GatedEnds(HCEnds):
+    decays = ("down", "up")
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = stream_norms(config)
+        self.down, self.up = gate_matrices(config)
+
+    def reset_parameters(self):
+        nn.init.normal_(self.down, std=self.down.size(1) ** -0.5)
+        nn.init.zeros_(self.up)
+
+    def readout(self, stream, head):
+        z = [norm(x) for norm, x in zip(self.norm, streams_of(stream))]
+        return gated_read(z, self.down, self.up).to(stream.x.dtype), head
+
+
+class Gated(Connections):
+    ends = GatedEnds
+    decays = ("down", "up", "w")
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        refuse(config, norm="rms")
+        self.norm = stream_norms(config)
+        self.down, self.up = gate_matrices(config)
+        self.w = nn.Parameter(torch.empty(self.n, self.down.size(1)))
+
+    def reset_parameters(self):
+        for random in (self.down, self.w):
+            nn.init.normal_(random, std=self.w.size(1) ** -0.5)
+        nn.init.zeros_(self.up)
+
+    def read(self, stream):
+        z = [norm(x) for norm, x in zip(self.norm, streams_of(stream))]
+        h = gated_read(z, self.down, self.up).to(stream.x.dtype)  # Eq. 9
+        return h, stream.replace(lane=torch.cat(gated_post(z, self.w), -1))  # write is Eq. 10
+
+
+class WideEnds(HCEnds):
+    def __init__(self, config):
+        super().__init__(config)
+        self.rho = nn.Parameter(torch.empty(self.n))
+
+    def reset_parameters(self):
+        nn.init.constant_(self.rho, reads_mean(self.n))
+
+    def additive(self, stream):
+        return wide_read(streams_of(stream), self.rho)
+
+
+class Wide(Streams):
+    ends = WideEnds
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.rho, self.kappa, self.beta = (nn.Parameter(torch.empty(self.n)) for _ in range(3))
+
+    def reset_parameters(self):
+        nn.init.constant_(self.rho, reads_mean(self.n))
+        nn.init.constant_(self.kappa, math.log(99))  # X_i keeps 0.999
+        self.beta.copy_(torch.linspace(-0.01, 0.01, self.n))  # this parts the streams
+
+    def read(self, stream):
+        h = wide_read(streams_of(stream), self.rho)  # Eq. 11
+        return self.norm(h).to(stream.x.dtype), stream
+
+    def write(self, stream, f, gate=1.0):
+        X = streams_of(stream)
+        x, *others = wide_write(X, self.kappa, self.beta, gate * f)  # Eq. 12
+        return stream.replace(x=x, sources=tuple(others))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -433,4 +602,7 @@ class BlockAttnRes(AttnRes):
         super().__init__(config, layer, group_size(config))
 
 
-RESIDUALS = {"hc": HC, "mhc": MHC, "ihc": IHC, "attnres": AttnRes, "attnres_block": BlockAttnRes}
+RESIDUALS = {
+    "hc": HC, "mhc": MHC, "ihc": IHC, "smhc": SMHC, "gated": Gated, "wide": Wide,
+    "attnres": AttnRes, "attnres_block": BlockAttnRes,
+}  # fmt: skip

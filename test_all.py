@@ -399,7 +399,7 @@ def mhc_products(m, X):
     return z / torch.sqrt(mean_square(z) + 1e-6) @ m.p("w").T
 
 
-def mhc_sublayer(m, X):
+def mhc_sublayer(m, X, f=None):
     n, s = len(X), m.p("s")
     y = mhc_products(m, X) * torch.cat([s[:1].expand(n), s[1:2].expand(n), s[2:].expand(n * n)])
     y = y + m.p("b")
@@ -407,7 +407,9 @@ def mhc_sublayer(m, X):
     M = M / M.sum(-1, keepdim=True) + 1e-6
     for i in range(39):  # columns, rows, columns, ..., columns
         M = M / (M.sum(i % 2 - 2, keepdim=True) + 1e-6)
-    f = m.s * m.f(m.norm(sum((torch.sigmoid(y[..., i, None]) + 1e-6) * X[i] for i in range(n))))
+    if f is None:
+        f = m.f(m.norm(sum((torch.sigmoid(y[..., i, None]) + 1e-6) * X[i] for i in range(n))))
+    f = m.s * f
     return [sum(M[..., j, k, None] * X[j] for j in range(n))
             + 2 * torch.sigmoid(y[..., n + k, None]) * f for k in range(n)]  # fmt: skip
 
@@ -422,6 +424,37 @@ def ihc_sublayer(m, X):
 def mhc_end(m, X, W):
     pre = torch.sigmoid(m.p("s") * mhc_products(m, X) + m.p("b")) + 1e-6
     return m.norm(sum(pre[..., i, None] * x for i, x in enumerate(X))) @ W.T
+
+
+def smhc_sublayer(m, stream):
+    X, pre = stream
+    n, s = len(X), m.p("s")
+    y = s[0] * mhc_products(m, X)[..., :n] + m.p("b")[:n]
+    f = m.f(m.norm(sum(pre[..., i, None] * x for i, x in enumerate(X))))
+    return mhc_sublayer(m, X, f), torch.sigmoid(y) + 1e-6
+
+
+def gated_reads(m, X):
+    z = [m.norm(x, f"norm.{i}") for i, x in enumerate(X)]
+    low = F.silu(torch.cat(z, -1) @ m.p("down").T / len(X))
+    gates = torch.sigmoid(low @ m.p("up").T).unflatten(-1, (len(X), -1))
+    return (gates * torch.stack(z, -2)).mean(-2), torch.cat(z, -1)
+
+
+def gated_sublayer(m, X):
+    h, z = gated_reads(m, X)
+    post = 2 * torch.sigmoid(z @ m.p("w").T / len(X))
+    f = m.s * m.f(h)
+    return [x + post[..., i, None] * f for i, x in enumerate(X)]
+
+
+def wide_reads(m, X):
+    return m.norm(sum(torch.sigmoid(r) * x for r, x in zip(m.p("rho"), X)))
+
+
+def wide_sublayer(m, X):
+    f, constants = m.s * m.f(wide_reads(m, X)), zip(m.p("kappa"), m.p("beta"), X)
+    return [(0.9 + 0.1 * torch.sigmoid(k)) * x + 2 * torch.sigmoid(b) * f for k, b, x in constants]
 
 
 def attended(m, outputs, size):
@@ -510,6 +543,13 @@ EQUATIONS = {
     "hc": Equation(hc_sublayer, copies, lambda m, X, W: m.norm(sum(X)) @ W.T),
     "mhc": Equation(mhc_sublayer, copies, mhc_end),
     "ihc": Equation(ihc_sublayer, copies, mhc_end),
+    "smhc": Equation(
+        smhc_sublayer,
+        lambda m, e: (copies(m, e), torch.eye(m.c.hc_streams)[0].expand(*e.shape[:2], -1)),
+        lambda m, x, W: m.norm(sum(x[1][..., i, None] * x_i for i, x_i in enumerate(x[0]))) @ W.T,
+    ),
+    "gated": Equation(gated_sublayer, copies, lambda m, X, W: gated_reads(m, X)[0] @ W.T),
+    "wide": Equation(wide_sublayer, copies, lambda m, X, W: wide_reads(m, X) @ W.T),
     "attnres": attention_residuals(lambda m: 1),
     "attnres_block": attention_residuals(lambda m: m.c.attnres_size or -(-m.c.n_layer // 4)),
 }  # fmt: skip
@@ -577,6 +617,8 @@ def test_every_mode_equals_its_equation(residual):
     dict(residual="hc", hc_streams=3, norm_eps=0.1),
     dict(residual="mhc", hc_streams=3, mhc_start="deepseek"), dict(residual="mhc", hc_streams=1),
     dict(residual="ihc", hc_streams=3, mhc_start="deepseek"), dict(residual="ihc", hc_streams=1),
+    *[dict(residual=mode, hc_streams=2) for mode in ("ihc", "mhc", "smhc", "gated", "wide")],
+    dict(residual="wide", hc_streams=3), dict(residual="gated", norm_eps=0.1),
     *[dict(residual="attnres_block", attnres_size=size, n_layer=3) for size in (2, 3, 4, 9)],
 ])  # fmt: skip
 def test_model_equals_the_equations(changes):

@@ -313,6 +313,44 @@ def test_hyper_connections_equal_the_golden_with_gradients(kind):
         assert_close(grad, z["grad_" + name], **close, msg=text)
 
 
+@cases("kind", ["smhc", "gated", "wide"])
+def test_three_sublayers_equal_the_golden_with_gradients(kind):
+    z, close = golden(kind), dict(rtol=0, atol=1e-9)
+    names = [key.removeprefix("grad.") for key in z if key.startswith("grad.")]
+    p = {name: z[name].requires_grad_() for name in names}
+    X = p["X"].unbind(-2)
+    n, C, file = len(X), X[0].size(-1), streams_file
+    pre = torch.eye(n, dtype=torch.float64)[0].expand(*X[0].shape[:-1], -1).split(1, -1)
+
+    def normed(layer):
+        gains = p[f"gain.{layer}"].split(C)
+        return [x * file.inverse_rms([x], 1e-6) * gain for x, gain in zip(X, gains)]
+
+    def gated(layer):
+        return file.gated_read(normed(layer), p[f"down.{layer}"], p[f"up.{layer}"])
+
+    for i in range(sum(name.startswith("W.") for name in names)):
+        layer = lambda *keys, i=i: [p[f"{key}.{i}"] for key in keys]
+        run = lambda h, i=i: torch.tanh(h @ p[f"W.{i}"])
+        if kind == "smhc":
+            new, post, M = file.mhc_maps(X, *layer("fn", "scale", "base"))
+            X, pre = file.write(X, M, post, run(file.read(X, pre))), new
+        elif kind == "gated":
+            post = file.gated_post(normed(i), *layer("inject"))
+            X = file.write(X, None, post, run(gated(i)))
+        else:
+            f = run(file.wide_read(X, *layer("read")))
+            X = file.wide_write(X, *layer("keep", "write"), f)
+    if kind == "wide":
+        out = file.wide_read(X, p["read.end"])
+    else:
+        out = file.read(X, pre) if kind == "smhc" else gated("end")
+    assert_close(out, z["out"], **close)
+    for name, grad in zip(names, torch.autograd.grad(out, [*p.values()], z["g"])):
+        text = lambda text, name=name: f"gradient of {name}: {text}"
+        assert_close(grad, z["grad." + name], **close, msg=text)
+
+
 @torch.no_grad()
 @cases("residual, key", [("attnres", "full"), ("attnres_block", "block")])
 def test_attention_residuals_equal_the_golden(residual, key):
@@ -337,7 +375,7 @@ def test_attention_residuals_equal_the_golden(residual, key):
     assert_close(ends.readout(stream, None)[0][0, 0], z[key + "_out"], **close)
 
 
-@cases("residual", ["mhc", "ihc"])
+@cases("residual", ["mhc", "ihc", "smhc"])
 def test_mhc_starts_as_prenorm_and_its_streams_part_in_training(residual):
     idx, (model, plain) = some_ids(), (tiny(residual=mode) for mode in (residual, "prenorm"))
     model.load_state_dict(plain.state_dict(), strict=False)  # the maps stay
@@ -415,7 +453,22 @@ def test_an_output_that_a_token_skips_gets_no_weight(residual, size):
 # --- All rivals -----------------------------------------------------------------------------------
 
 
-@cases("residual", ["hc", "mhc", "ihc", "attnres", "attnres_block", "x0mix", "keel", "derf"])
+@cases(
+    "residual",
+    [
+        "hc",
+        "mhc",
+        "ihc",
+        "smhc",
+        "gated",
+        "wide",
+        "attnres",
+        "attnres_block",
+        "x0mix",
+        "keel",
+        "derf",
+    ],
+)
 def test_sharded_over_two_ranks_they_have_the_curve_of_one_process(data, tmp_path, residual):
     how = dict(residual=residual, total_batch_tokens=256)
     train(data, tmp_path / "one", **how)
@@ -425,7 +478,10 @@ def test_sharded_over_two_ranks_they_have_the_curve_of_one_process(data, tmp_pat
     evaluated(tmp_path / "two", "loss,depth", eval_tokens=512, depth_tokens=512)
 
 
-@cases("residual", ["ngpt", "hc", "mhc", "ihc", "attnres", "attnres_block", "x0mix"])
+@cases(
+    "residual",
+    ["ngpt", "hc", "mhc", "ihc", "smhc", "gated", "wide", "attnres", "attnres_block", "x0mix"],
+)
 def test_recomputation_changes_no_gradient(residual):
     model, idx = shaken(tiny(residual=residual, n_layer=4, dropout=0.1)), some_ids()
     expected = logits_and_gradients(model, idx, idx.roll(-1, 1))
