@@ -430,41 +430,41 @@ def gate_matrices(config):
 
 
 class GatedEnds(HCEnds):
-    decays = ("down", "up")
+    decays = ("d", "u")
 
     def __init__(self, config):
         super().__init__(config)
         self.norm = stream_norms(config)
-        self.down, self.up = gate_matrices(config)
+        self.d, self.u = gate_matrices(config)
 
     def reset_parameters(self):
-        nn.init.normal_(self.down, std=self.down.size(1) ** -0.5)
-        nn.init.zeros_(self.up)
+        nn.init.normal_(self.d, std=self.d.size(1) ** -0.5)
+        nn.init.zeros_(self.u)
 
     def readout(self, stream, head):
         z = [norm(x) for norm, x in zip(self.norm, streams_of(stream))]
-        return gated_read(z, self.down, self.up).to(stream.x.dtype), head
+        return gated_read(z, self.d, self.u).to(stream.x.dtype), head
 
 
 class Gated(Connections):
     ends = GatedEnds
-    decays = ("down", "up", "w")
+    decays = ("d", "u", "w")
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         refuse(config, norm="rms")
         self.norm = stream_norms(config)
-        self.down, self.up = gate_matrices(config)
-        self.w = nn.Parameter(torch.empty(self.n, self.down.size(1)))
+        self.d, self.u = gate_matrices(config)
+        self.w = nn.Parameter(torch.empty(self.n, self.d.size(1)))
 
     def reset_parameters(self):
-        for random in (self.down, self.w):
+        for random in (self.d, self.w):
             nn.init.normal_(random, std=self.w.size(1) ** -0.5)
-        nn.init.zeros_(self.up)
+        nn.init.zeros_(self.u)
 
     def read(self, stream):
         z = [norm(x) for norm, x in zip(self.norm, streams_of(stream))]
-        h = gated_read(z, self.down, self.up).to(stream.x.dtype)  # Eq. 9
+        h = gated_read(z, self.d, self.u).to(stream.x.dtype)  # Eq. 9
         return h, stream.replace(lane=torch.cat(gated_post(z, self.w), -1))  # write is Eq. 10
 
 

@@ -436,8 +436,8 @@ def smhc_sublayer(m, stream):
 
 def gated_reads(m, X):
     z = [m.norm(x, f"norm.{i}") for i, x in enumerate(X)]
-    low = F.silu(torch.cat(z, -1) @ m.p("down").T / len(X))
-    gates = torch.sigmoid(low @ m.p("up").T).unflatten(-1, (len(X), -1))
+    low = F.silu(torch.cat(z, -1) @ m.p("d").T / len(X))
+    gates = torch.sigmoid(low @ m.p("u").T).unflatten(-1, (len(X), -1))
     return (gates * torch.stack(z, -2)).mean(-2), torch.cat(z, -1)
 
 
