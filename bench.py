@@ -38,13 +38,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import machine
+from attnres import group_size
 from configurator import check, configure, settings_of
 from data import write_json
 from generate import FOLDS, KVCache, compiled_step, next_token
 from mod import routers
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, compile_options, settings_of_others
 from norms import pick
-from streams import group_size
 
 what = "forward,residual,train,memory,generate,mod"  # parts, separated by commas
 modes = "prenorm,nag,bhyt"  # residual modes, separated by commas; ratios are to the first

@@ -4,7 +4,7 @@ Measurements of the residual stream through depth, for eval.py and the log of tr
 The stream of a mode is model.ends.additive(stream), (B, T, C): what the final norm would read if
 the model ended here. For NAG it is the two lanes as one vector, for n streams the sum (plain
 or learned) that the head reads, for Attention Residuals the head's weighted sum of sources, and for
-x0mix the stream before Eq. 11.
+x0mix the stream before Eq. 11. The head of gated reads each stream; here it is their plain sum.
 
 The model needs no hooks: these functions run its blocks one by one. `batches` is a list of (inputs,
 targets), (B, T) each. Results are plain numbers, one per block or one per sublayer.

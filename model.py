@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import attnres
 import bhyt
 import configurator
 import mod
@@ -30,7 +31,8 @@ from norms import pick
 
 BETAS = (0.9, 0.95)  # of AdamW
 # name: class
-RESIDUALS = norms.RESIDUALS | nag.RESIDUALS | bhyt.RESIDUALS | ngpt.RESIDUALS | streams.RESIDUALS
+RESIDUALS = norms.RESIDUALS | nag.RESIDUALS | bhyt.RESIDUALS | ngpt.RESIDUALS
+RESIDUALS |= streams.RESIDUALS | attnres.RESIDUALS
 
 
 @dataclass

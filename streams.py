@@ -1,5 +1,5 @@
 """
-More than one residual stream: Hyper-Connections and Attention Residuals.
+More than one residual stream: Hyper-Connections and what grew out of them.
 
 F is a sublayer, f its output, C = n_embd, and rms(x)^2 = mean(x^2) + eps.
 
@@ -19,24 +19,16 @@ Hyper-Connections keep n streams X (n, C) for each token. Three maps, made from 
     ihc        mhc without mixing: M = I, and y of Eq. 4 has two parts, for h_pre and h_post
     smhc       the single pass of DeepSeek-V4.1-Flash, read in its code. The maps are those of mhc,
                but a sublayer reads with the h_pre that the sublayer before it made:
-               f = F(Norm(pre^T X)),  X as in Eq. 1,  pre <- h_pre(X before the write)           (8)
+               f = F(Norm(pre^T X)),  X as in Eq. 1,  pre <- h_pre(X before the write)           (7)
                begin: pre = (1, 0, ..., 0); end: h = pre^T X, with the last pre
     gated      Qwen3.8-Flash-Next, read in its code. z_i = RMSNorm_i(X_i), and D has n_embd / RANK
-               rows. h = mean_i sigmoid(U_i silu(D vec(z) / n)) * z_i                            (9)
-               X_i <- X_i + 2 sigmoid(<w_i, vec(z)> / n) F(h)                                   (10)
-               end: h of Eq. 9 with its own gains, D and U, and no final norm
+               rows. h = mean_i sigmoid(U_i silu(D vec(z) / n)) * z_i                            (8)
+               X_i <- X_i + 2 sigmoid(<w_i, vec(z)> / n) F(h)                                   (9)
+               end: h of Eq. 8 with its own gains, D and U, and no final norm
     wide       NVIDIA's Nemotron, Megatron-LM #6716. The maps are constants of the sublayer:
-               f = F(Norm(sum_i sigmoid(rho_i) X_i))                                            (11)
-               X_i <- (1 - 0.1 sigmoid(-kappa_i)) X_i + 2 sigmoid(beta_i) f                     (12)
-               end: the sum of Eq. 11 with its own rho, then Norm
-
-Attention Residuals (arXiv 2603.15031) keep all sources v_0 ... v_m apart. Each sublayer has a
-learned query w and gain g, and so has the end of the model:
-
-    sources    attnres: v_0 = embedding, v_i = output of sublayer i
-               attnres_block: v_0 = embedding, v_i = sum of the outputs of block i, which is
-               attnres_size sublayers; the last block is a source from its first sublayer on
-    sublayer   p = softmax_i(<w * g, v_i> / rms(v_i)),  f = F(Norm(sum_i p_i v_i))               (7)
+               f = F(Norm(sum_i sigmoid(rho_i) X_i))                                            (10)
+               X_i <- (1 - 0.1 sigmoid(-kappa_i)) X_i + 2 sigmoid(beta_i) f                     (11)
+               end: the sum of Eq. 10 with its own rho, then Norm
 
 mhc_start sets the initial maps of mhc, ihc and smhc. W is random. At "prenorm" the s are 0, h_pre
 reads the mean, h_post is 1 and M is near I: the model equals pre-norm, to about 1e-5. At "paper"
@@ -44,22 +36,18 @@ the s are 0.01, and at "deepseek", as in the code of DeepSeek-V4, they are 1; th
 Equal streams with zero maps would stay equal for ever; a random W parts them once the s move.
 
 Cost: n streams take n times the reads and writes of the stream, and `recompute` keeps n times the
-bytes. In attnres sublayer l reads l sources, so the reads grow with the square of the depth;
-attnres_block bounds the number of sources. All readers share the sources, so a step keeps about as
-much as pre-norm for its backward pass. The number of sources differs by depth, so the blocks of a
-model cannot share one compiled graph: compilation takes time in proportion to depth.
+bytes. wide has no products, and smhc can write, make the next maps and read in one pass over X.
 
-With Mixture of Depths, a token that skips a sublayer mixes nothing and writes nothing. In Eq. 7 an
-output that a token skipped is masked, because a source of zeros would still take weight.
+With Mixture of Depths, a token that skips a sublayer mixes nothing and writes nothing. In smhc it
+hands on the pre that it got.
 
 Differs from the papers:
-- Maps, Eq. 5 and Eq. 7 are float32, whatever the dtype of the stream.
+- Maps are float32, whatever the dtype of the stream.
 - Eq. 2 has an RMSNorm without a gain, because W can learn one.
 - The start of W in mhc is ours (W z has variance 1), and so is b = 0 at "paper".
 - In smhc the start of the maps is that of mhc. In gated U starts at 0, so all gates are 1/2, and
   D z and <w_i, z> start with variance 1; the random w parts the streams. wide has n = 3 in its
   source. All three have 4 streams by default.
-- attnres keeps each output in its own dtype, such as bfloat16. Sums have the dtype of the stream.
 """
 
 import math
@@ -200,7 +188,7 @@ def write(X, M, post, f):
 
 
 def gated_read(z, down, up):
-    """Eq. 9, (B, T, C) in float32. z: n tensors (B, T, C)."""
+    """Eq. 8, (B, T, C) in float32. z: n tensors (B, T, C)."""
     n, C = len(z), z[0].size(-1)
     low = sum(F.linear(z_i, D_i.to(z_i.dtype)) for z_i, D_i in zip(z, down.split(C, 1)))
     low = F.silu(low / n)
@@ -209,17 +197,17 @@ def gated_read(z, down, up):
 
 
 def gated_post(z, w):
-    """The factors of f in Eq. 10: n tensors (B, T, 1)."""
+    """The factors of f in Eq. 9: n tensors (B, T, 1)."""
     return [2 * torch.sigmoid(y / len(z)) for y in Products.apply(w, *z)]
 
 
 def wide_read(X, rho):
-    """The sum of Eq. 11: (B, T, C) in float32."""
+    """The sum of Eq. 10: (B, T, C) in float32."""
     return read(X, entries(torch.sigmoid(rho), X[0]))
 
 
 def wide_write(X, kappa, beta, f):
-    """The new X of Eq. 12."""
+    """The new X of Eq. 11."""
     kept = entries(1 - 0.1 * torch.sigmoid(-kappa), X[0])
     post = entries(2 * torch.sigmoid(beta), X[0])
     return [(k * upcast(x) + h * f).to(x.dtype) for k, x, h in zip(kept, X, post)]
@@ -398,7 +386,7 @@ class SMHC(MHC):
         X, pre = streams_of(stream), stream.lane
         h_pre, post, M = self.maps(X)
         lane = torch.cat([pre, *h_pre, *post, *chain(*M)], -1)
-        h = self.norm(read(X, pre.split(1, -1))).to(stream.x.dtype)  # Eq. 8
+        h = self.norm(read(X, pre.split(1, -1))).to(stream.x.dtype)  # Eq. 7
         return h, stream.replace(lane=lane)
 
     def write(self, stream, f, gate=1.0):
@@ -424,12 +412,14 @@ def stream_norms(config):
 
 
 def gate_matrices(config):
-    """D and U of Eq. 9."""
+    """D and U of Eq. 8."""
     rank, size = max(1, config.n_embd // RANK), config.hc_streams * config.n_embd
     return nn.Parameter(torch.empty(rank, size)), nn.Parameter(torch.empty(size, rank))
 
 
 class GatedEnds(HCEnds):
+    """`additive`, which depth.py measures, is the plain sum. The head reads each stream."""
+
     decays = ("d", "u")
 
     def __init__(self, config):
@@ -464,8 +454,8 @@ class Gated(Connections):
 
     def read(self, stream):
         z = [norm(x) for norm, x in zip(self.norm, streams_of(stream))]
-        h = gated_read(z, self.d, self.u).to(stream.x.dtype)  # Eq. 9
-        return h, stream.replace(lane=torch.cat(gated_post(z, self.w), -1))  # write is Eq. 10
+        h = gated_read(z, self.d, self.u).to(stream.x.dtype)  # Eq. 8
+        return h, stream.replace(lane=torch.cat(gated_post(z, self.w), -1))  # write is Eq. 9
 
 
 class WideEnds(HCEnds):
@@ -493,116 +483,15 @@ class Wide(Streams):
         self.beta.copy_(torch.linspace(-0.01, 0.01, self.n))  # this parts the streams
 
     def read(self, stream):
-        h = wide_read(streams_of(stream), self.rho)  # Eq. 11
+        h = wide_read(streams_of(stream), self.rho)  # Eq. 10
         return self.norm(h).to(stream.x.dtype), stream
 
     def write(self, stream, f, gate=1.0):
         X = streams_of(stream)
-        x, *others = wide_write(X, self.kappa, self.beta, gate * f)  # Eq. 12
+        x, *others = wide_write(X, self.kappa, self.beta, gate * f)  # Eq. 11
         return stream.replace(x=x, sources=tuple(others))
-
-
-# ------------------------------------------------------------------------------------------------
-# Attention Residuals. A source is (v, ran): v (B, T, C), and ran (B, T, 1) tells the tokens that
-# have it, or is None if all do. Stream.x and Stream.lane are the newest source, which still grows
-
-
-def sources_of(stream):
-    return (*stream.sources, (stream.x, stream.lane))
-
-
-def weights(sources, w, norm):
-    """p of Eq. 7, (B, T, number of sources) in float32. norm has g and eps.
-
-    No source is cast to float32: each reader would keep its own copy for the backward pass.
-    """
-    query, scores = upcast(w * norm.gain), []
-    for v, ran in sources:
-        length = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=query.dtype)
-        rms = torch.sqrt(length * length / v.size(-1) + norm.eps)
-        score = (v * query).sum(-1, keepdim=True) / rms
-        scores.append(score if ran is None else score.masked_fill(~ran, -math.inf))
-    return torch.cat(scores, -1).softmax(-1)
-
-
-def mix(sources, p):
-    """sum_i p_i v_i of Eq. 7, (B, T, C) in float32."""
-    return sum(p_i[..., None] * v for p_i, (v, _) in zip(p.unbind(-1), sources))
-
-
-class AttnResEnds(FinalNorm):
-    def __init__(self, config):
-        super().__init__(config)
-        self.w = nn.Parameter(torch.empty(config.n_embd))
-        self.source_norm = RMSNorm(config.n_embd, config.norm_eps)
-
-    def reset_parameters(self):
-        nn.init.zeros_(self.w)
-
-    def readout(self, stream, head):
-        return self.norm(self.additive(stream)).to(sources_of(stream)[0][0].dtype), head
-
-    def additive(self, stream):
-        return mix(sources_of(stream), self.weights(stream))
-
-    def weights(self, stream):
-        return weights(sources_of(stream), self.w, self.source_norm)
-
-
-class AttnRes(PreNorm):
-    ends = AttnResEnds
-    cuda_options = fusing(reads=8, operations=100)
-
-    def __init__(self, config, layer, size=1):
-        super().__init__(config, layer)
-        self.w = nn.Parameter(torch.empty(config.n_embd))
-        self.source_norm = RMSNorm(config.n_embd, config.norm_eps)
-        self.size = size  # sublayers in a block of sources
-        self.begins = (layer - 1) % size == 0  # this sublayer is the first of its block
-
-    def reset_parameters(self):
-        nn.init.zeros_(self.w)
-
-    def read(self, stream):
-        sources = sources_of(stream)
-        h = mix(sources, self.weights(stream))
-        return self.norm(h).to(sources[0][0].dtype), stream
-
-    def weights(self, stream):
-        """p of Eq. 7, (B, T, number of sources), for read and for depth.py."""
-        return weights(sources_of(stream), self.w, self.source_norm)
-
-    def write(self, stream, f, gate=1.0):
-        if not self.begins:
-            return stream.replace(x=(stream.x + gate * f).to(stream.x.dtype), lane=None)
-        sources = sources_of(stream)
-        dtype = f.dtype if self.size == 1 else sources[0][0].dtype  # sums need the stream's dtype
-        return stream.replace(x=(gate * f).to(dtype), lane=None, sources=sources)
-
-    def skip(self, old, new, runs):
-        """The stream new for the tokens that run, (B, T, 1). Others add nothing to old. For mod.py.
-
-        If a block begins, its sum is masked for those that skip, until one of its sublayers runs.
-        """
-        if self.begins:
-            return new.replace(x=torch.where(runs, new.x, 0.0), lane=runs)
-        lane = None if old.lane is None else old.lane | runs
-        return new.replace(x=torch.where(runs, new.x, old.x), lane=lane)
-
-
-def group_size(config):
-    """The sublayers of a block of attnres_block."""
-    return config.attnres_size or math.ceil(2 * config.n_layer / 8)
-
-
-class BlockAttnRes(AttnRes):
-    settings = ("attnres_size",)
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer, group_size(config))
 
 
 RESIDUALS = {
     "hc": HC, "mhc": MHC, "ihc": IHC, "smhc": SMHC, "gated": Gated, "wide": Wide,
-    "attnres": AttnRes, "attnres_block": BlockAttnRes,
 }  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import attnres
 import depth
 import lora
 import mod
@@ -442,7 +443,7 @@ def test_an_output_that_a_token_skips_gets_no_weight(residual, size):
     """A source of several sublayers counts for a token that runs any of them."""
     model = routed(residual=residual, attnres_size=size, mod_router="learned", n_layer=4, **MOD)
     *_, (*_, last) = depth.walk(model, some_ids())
-    p, sources = model.ends.weights(last), streams_file.sources_of(last)
+    p, sources = model.ends.weights(last), attnres.sources_of(last)
     assert_close(p.sum(-1), torch.ones(2, 32))
     (embedding, all_tokens), *others = sources
     assert all_tokens is None and 0 < torch.cat([ran for _, ran in others]).float().mean() < 1

@@ -1,0 +1,131 @@
+"""
+Attention Residuals (arXiv 2603.15031): a sublayer reads a weighted sum of all earlier outputs.
+
+F is a sublayer, and rms(x)^2 = mean(x^2) + eps. All sources v_0 ... v_m stay apart. Each sublayer
+has a learned query w and gain g, and so has the end of the model:
+
+    sources    attnres: v_0 = embedding, v_i = output of sublayer i
+               attnres_block: v_0 = embedding, v_i = sum of the outputs of block i, which is
+               attnres_size sublayers; the last block is a source from its first sublayer on
+    sublayer   p = softmax_i(<w * g, v_i> / rms(v_i)),  f = F(Norm(sum_i p_i v_i))               (1)
+
+Cost: sublayer l of attnres reads l sources, so the reads grow with the square of the depth;
+attnres_block bounds the number of sources. All readers share the sources, so a step keeps about as
+much as pre-norm for its backward pass. The number of sources differs by depth, so the blocks of a
+model cannot share one compiled graph: compilation takes time in proportion to depth.
+
+With Mixture of Depths, an output that a token skipped is masked in Eq. 1, because a source of zeros
+would still take weight.
+
+Differs from the paper:
+- Eq. 1 is float32, whatever the dtype of the stream.
+- attnres keeps each output in its own dtype, such as bfloat16. Sums have the dtype of the stream.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from norms import FinalNorm, PreNorm, RMSNorm, fusing, upcast
+
+# A source is (v, ran): v (B, T, C), and ran (B, T, 1) tells the tokens that have it, or is None if
+# all do. Stream.x and Stream.lane are the newest source, which still grows
+
+
+def sources_of(stream):
+    return (*stream.sources, (stream.x, stream.lane))
+
+
+def weights(sources, w, norm):
+    """p of Eq. 1, (B, T, number of sources) in float32. norm has g and eps.
+
+    No source is cast to float32: each reader would keep its own copy for the backward pass.
+    """
+    query, scores = upcast(w * norm.gain), []
+    for v, ran in sources:
+        length = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=query.dtype)
+        rms = torch.sqrt(length * length / v.size(-1) + norm.eps)
+        score = (v * query).sum(-1, keepdim=True) / rms
+        scores.append(score if ran is None else score.masked_fill(~ran, -math.inf))
+    return torch.cat(scores, -1).softmax(-1)
+
+
+def mix(sources, p):
+    """sum_i p_i v_i of Eq. 1, (B, T, C) in float32."""
+    return sum(p_i[..., None] * v for p_i, (v, _) in zip(p.unbind(-1), sources))
+
+
+class AttnResEnds(FinalNorm):
+    def __init__(self, config):
+        super().__init__(config)
+        self.w = nn.Parameter(torch.empty(config.n_embd))
+        self.source_norm = RMSNorm(config.n_embd, config.norm_eps)
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.w)
+
+    def readout(self, stream, head):
+        return self.norm(self.additive(stream)).to(sources_of(stream)[0][0].dtype), head
+
+    def additive(self, stream):
+        return mix(sources_of(stream), self.weights(stream))
+
+    def weights(self, stream):
+        return weights(sources_of(stream), self.w, self.source_norm)
+
+
+class AttnRes(PreNorm):
+    ends = AttnResEnds
+    cuda_options = fusing(reads=8, operations=100)
+
+    def __init__(self, config, layer, size=1):
+        super().__init__(config, layer)
+        self.w = nn.Parameter(torch.empty(config.n_embd))
+        self.source_norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.size = size  # sublayers in a block of sources
+        self.begins = (layer - 1) % size == 0  # this sublayer is the first of its block
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.w)
+
+    def read(self, stream):
+        sources = sources_of(stream)
+        h = mix(sources, self.weights(stream))
+        return self.norm(h).to(sources[0][0].dtype), stream
+
+    def weights(self, stream):
+        """p of Eq. 1, (B, T, number of sources), for read and for depth.py."""
+        return weights(sources_of(stream), self.w, self.source_norm)
+
+    def write(self, stream, f, gate=1.0):
+        if not self.begins:
+            return stream.replace(x=(stream.x + gate * f).to(stream.x.dtype), lane=None)
+        sources = sources_of(stream)
+        dtype = f.dtype if self.size == 1 else sources[0][0].dtype  # sums need the stream's dtype
+        return stream.replace(x=(gate * f).to(dtype), lane=None, sources=sources)
+
+    def skip(self, old, new, runs):
+        """The stream new for the tokens that run, (B, T, 1). Others add nothing to old. For mod.py.
+
+        If a block begins, its sum is masked for those that skip, until one of its sublayers runs.
+        """
+        if self.begins:
+            return new.replace(x=torch.where(runs, new.x, 0.0), lane=runs)
+        lane = None if old.lane is None else old.lane | runs
+        return new.replace(x=torch.where(runs, new.x, old.x), lane=lane)
+
+
+def group_size(config):
+    """The sublayers of a block of attnres_block."""
+    return config.attnres_size or math.ceil(2 * config.n_layer / 8)
+
+
+class BlockAttnRes(AttnRes):
+    settings = ("attnres_size",)
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer, group_size(config))
+
+
+RESIDUALS = {"attnres": AttnRes, "attnres_block": BlockAttnRes}
