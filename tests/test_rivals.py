@@ -498,3 +498,17 @@ def test_a_block_of_sources_counts_again_once_all_tokens_run_one_of_its_sublayer
     for *_, stream in depth.walk(model, some_ids()):
         masked.append(stream.lane is not None and not bool(stream.lane.any()))
     assert masked == [False, False, False, True, False, False]
+
+
+@torch.no_grad()
+@cases("residual", ["hc", "smhc", "gated", "wide"])
+def test_a_token_that_skips_every_sublayer_keeps_its_streams_and_its_pre(residual):
+    how = dict(residual=residual, mod_on="both", mod_rate=0.4, mod_router="learned")
+    model = shaken(tiny(**how)).eval()
+    for router in mod.routers(model):
+        router.tau.fill_(2.0)
+    (_, _, _, first, _), *_, (*_, last) = depth.walk(model, some_ids())
+    kept = zip(streams_file.streams_of(last), streams_file.streams_of(first))
+    assert all(torch.equal(after, before) for after, before in kept)
+    if residual == "smhc":
+        assert torch.equal(last.lane, torch.eye(4)[0].expand(2, 32, 4))
