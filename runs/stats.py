@@ -81,12 +81,41 @@ def losses_of(lines):
     return [math.inf if line["loss"] is None else line["loss"] for line in lines]
 
 
-def differences(ours, theirs):
-    """Our losses minus theirs, for each seed. Both runs of a pair must share data and computes."""
-    for pair in zip(ours, theirs):
+def of_seeds(lines):
+    """{seed: line}, in the order of seeds."""
+    seeds = [line.get("settings", {}).get("seed") for line in lines]
+    if None in seeds or len({*seeds}) < len(seeds):
+        raise SystemExit(f"runs to compare need one line for each seed, not {seeds}")
+    return dict(sorted(zip(seeds, lines), key=lambda pair: pair[0]))
+
+
+def pairs(ours, theirs):
+    """{seed: (our line, their line)} of the seeds that both sides have.
+
+    Both runs of a pair must share data and computes.
+    """
+    mine, others = of_seeds(ours), of_seeds(theirs)
+    found = {seed: (mine[seed], others[seed]) for seed in mine if seed in others}
+    if len(found) < 2:
+        raise SystemExit(f"runs of seeds {[*mine]} and {[*others]} share fewer than two")
+    for pair in found.values():
         if len({(line.get("data"), line.get("computes")) for line in pair}) > 1:
             raise SystemExit("a pair of runs has different data, devices, dtypes or compilation")
-    return minus_shared(losses_of(ours), losses_of(theirs))
+    return found
+
+
+def by_seed(ours, theirs):
+    """{seed: our loss minus theirs}"""
+    found = {}
+    for seed, pair in pairs(ours, theirs).items():
+        loss, other = losses_of(pair)
+        found[seed] = loss - other
+    return found
+
+
+def differences(ours, theirs):
+    """Our losses minus theirs, in the order of seeds."""
+    return [*by_seed(ours, theirs).values()]
 
 
 def gap_of(ours, theirs):
@@ -96,23 +125,36 @@ def gap_of(ours, theirs):
 
 
 def slope(by_x):
-    """The interval of the slope over x of the means of independent values. by_x: {x: values}"""
+    """The interval of the slope over x of a least-squares line. by_x: {x: {seed: value}}
+
+    If every x has the same seeds, this is the t interval of the slopes of the seeds.
+    """
     middle = statistics.mean(by_x)
     squares = sum((x - middle) ** 2 for x in by_x)
     return contrast([((x - middle) / squares, values) for x, values in by_x.items()])
 
 
 def contrast(weighted):
-    """The interval of a weighted sum of means. weighted: [(weight, independent values)]
+    """The interval of a weighted sum of means. weighted: [(weight, {seed: value})]
 
-    For a difference of two means that is Welch's interval, and for more its usual extension.
+    Means that share seeds are paired by these seeds. Others are independent: for two of them this
+    is Welch's interval of a difference, and for more its usual extension.
     """
+    groups = []
+    for each in weighted:
+        paired = [group for group in groups if any(of.keys() & each[1].keys() for _, of in group)]
+        groups = [group for group in groups if group not in paired] + [sum(paired, [each])]
     found, variances = 0.0, []
-    for weight, values in weighted:
-        n = len(values)
-        found += weight * statistics.mean(values)
-        variances.append((weight**2 * statistics.variance(values) / n, n - 1))
+    for group in groups:
+        seeds = set.intersection(*(set(of) for _, of in group))
+        if len(seeds) < 2:
+            raise SystemExit("values to compare share fewer than two seeds")
+        sums = [sum(weight * of[seed] for weight, of in group) for seed in sorted(seeds)]
+        found += statistics.mean(sums)
+        variances.append((statistics.variance(sums) / len(sums), len(sums) - 1))
     total = sum(variance for variance, _ in variances)
+    if total == 0:
+        return found, 0.0
     degrees = total**2 / sum(variance**2 / n for variance, n in variances)
     return found, float(student.ppf(0.975, degrees)) * math.sqrt(total)
 

@@ -31,7 +31,7 @@ import lead
 import recipe
 import stats
 import study
-from stats import decided, differences, gap_of, losses_of, minus, plus_minus, verdict, with_range
+from stats import by_seed, decided, gap_of, losses_of, minus, pairs, plus_minus, verdict, with_range
 from study import ROOT, NotFinished, find, read
 
 import plot
@@ -152,8 +152,8 @@ def judge_facts():
 
 def leads(ours, theirs, steps):
     """The mean difference of the training losses of these seeds at each of these steps."""
-    curves = [[dict(line["curve"]) for line in lines] for lines in (ours, theirs)]
-    return [mean(a[step] - b[step] for a, b in zip(*curves)) for step in steps]
+    curves = [[dict(line["curve"]) for line in pair] for pair in pairs(ours, theirs).values()]
+    return [mean(a[step] - b[step] for a, b in curves) for step in steps]
 
 
 def in_words(gap):
@@ -286,7 +286,7 @@ def growth(pairs):
 
     pairs: {x: (lines of one, lines of the other)}
     """
-    gaps = {math.log2(x): differences(*pair) for x, pair in pairs.items() if gap_of(*pair)}
+    gaps = {math.log2(x): by_seed(*pair) for x, pair in pairs.items() if gap_of(*pair)}
     return plus_minus(stats.slope(gaps)) if len(gaps) > 1 else ""
 
 
@@ -295,7 +295,7 @@ def minus_grown(large, small):
 
     In NAG's paper, with experts, it grows 2.4 times. A pair: (lines of one, lines of the other)
     """
-    grown = [(1, differences(*large)), (-2.4, differences(*small))]
+    grown = [(1, by_seed(*large)), (-2.4, by_seed(*small))]
     return plus_minus(stats.contrast(grown))
 
 
@@ -312,9 +312,9 @@ def curves_by_depth():
 def depths():
     """Losses minus pre-norm's by the number of blocks, and their change when it doubles."""
     rows = []
-    for name, pairs in by_depth().items():
-        cells = [plus_minus(gap_of(*pairs[n])) if n in pairs else "" for n in DEPTHS]
-        rows.append((*name, *cells, growth(pairs)))
+    for name, of in by_depth().items():
+        cells = [plus_minus(gap_of(*of[n])) if n in of else "" for n in DEPTHS]
+        rows.append((*name, *cells, growth(of)))
     return ("mode", "optimizer", *(f"{n} blocks" for n in DEPTHS), "when doubled"), rows
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import copying
 import judge
 import lead
+import numpy
 import pytest
 import stats
 import study
@@ -118,7 +119,7 @@ def test_runs_on_other_data_are_other_runs(place, monkeypatch):
     mixed = [{"seed": seed} for seed in (2, 3, 4)]
     assert study.find("toy", mixed) == lines + others
     with pytest.raises(SystemExit, match="a pair of runs has different data"):
-        stats.gap_of(lines, [lines[0], *others])
+        stats.gap_of(lines, [lines[0], lines[1] | {"data": others[0]["data"]}])
 
 
 def test_a_finished_log_becomes_a_line(tmp_path):
@@ -311,24 +312,45 @@ def test_rates_at_which_no_model_learns_are_not_compared(place, monkeypatch):
     }
 
 
-def test_the_slope_of_two_groups_is_welchs_difference():
+def by_seed(values, first=0):
+    return dict(enumerate(values, first))
+
+
+def test_the_slope_of_two_groups_without_a_common_seed_is_welchs_difference():
     from scipy.stats import ttest_ind
 
     few, many = [0.3, 0.1, 0.4], [0.5, 0.7, 0.6, 0.9, 0.6]
     low, high = ttest_ind(many, few, equal_var=False).confidence_interval()
-    found, half = stats.slope({2: few, 4: many})
-    assert stats.contrast([(0.5, many), (-0.5, few)]) == pytest.approx((found, half))
+    of_few, of_many = by_seed(few), by_seed(many, 10)
+    found, half = stats.slope({2: of_few, 4: of_many})
+    assert stats.contrast([(0.5, of_many), (-0.5, of_few)]) == pytest.approx((found, half))
     assert (2 * (found - half), 2 * (found + half)) == pytest.approx((low, high))
 
 
+def test_a_slope_over_shared_seeds_is_the_mean_of_the_slopes_of_the_seeds():
+    xs = [2, 3, 4.5]
+    values = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).tolist()
+    slopes = [numpy.polyfit(xs, column, 1)[0] for column in zip(*values)]
+    by_x = {x: by_seed(row) for x, row in zip(xs, values)}
+    assert stats.slope(by_x) == pytest.approx(stats.interval(slopes))
+    by_x[3][77] = 9.0  # a seed that only one x has does not count
+    by_x[2] = dict(reversed(by_x[2].items()))
+    assert stats.slope(by_x) == pytest.approx(stats.interval(slopes))
+    with pytest.raises(SystemExit, match="share fewer than two seeds"):
+        stats.slope({2: {1: 0.1, 2: 0.2}, 3: {2: 0.2, 3: 0.1}})
+
+
 def test_the_interval_of_a_slope_contains_it_in_95_percent():
+    """The first two share seeds, and the noise of these."""
     torch.manual_seed(0)
-    draws = (
-        {x: (0.3 * x + x * torch.randn(n, dtype=torch.float64)).tolist()
-         for x, n in ((2, 6), (3, 8), (5, 6))}
-        for _ in range(1000)
-    )  # fmt: skip
-    found = (stats.slope(by_x) for by_x in draws)
+
+    def draw():
+        noise = torch.randn(6, dtype=torch.float64)
+        own = lambda n: torch.randn(n, dtype=torch.float64)
+        values = {2: 2 * noise + own(6), 3: 3 * noise + own(6), 5: 5 * own(8)}
+        return {x: by_seed((0.3 * x + of).tolist(), x // 5 * 10) for x, of in values.items()}
+
+    found = (stats.slope(draw()) for _ in range(1000))
     inside = sum(abs(slope - 0.3) <= half for slope, half in found)
     assert 930 <= inside <= 970
 
@@ -352,16 +374,35 @@ def test_the_worth_in_steps_comes_from_the_lengths_with_the_most_seeds():
     assert stats.length_of(losses_of(3.0, 8), by_length) == [None] * 3
 
 
+def lines_with(*losses, first=1):
+    """A line for each loss, with seeds from the first one on."""
+    return [{"loss": loss, "params": 1, "settings": {"seed": seed}}
+            for seed, loss in enumerate(losses, first)]  # fmt: skip
+
+
 def test_seeds_that_only_one_side_has_do_not_count():
-    lines = lambda *losses: [{"loss": loss} for loss in losses]
-    gap = stats.gap_of(lines(1.0, 2.0, 9.0), lines(0.5, 1.0))
+    gap = stats.gap_of(lines_with(1.0, 2.0, 9.0), lines_with(0.5, 1.0))
     assert gap == stats.interval(stats.minus([1.0, 2.0], [0.5, 1.0]))
     by_length = {1: [0.5, 1.0], 2: [0.4, 0.8, 0.7]}
     assert stats.gap_at(1, [1.0, 2.0, 9.0], by_length) == gap
 
-    diverged = stats.gap_of(lines(1.0, None), lines(0.5, None))
+    diverged = stats.gap_of(lines_with(1.0, None), lines_with(0.5, None))
     assert stats.plus_minus(diverged) == "diverged"
     assert stats.verdict([diverged, (-1.0, 0.1)]) == "undecided"
+
+
+def test_differences_are_paired_by_seed_and_not_by_position():
+    ours, theirs = lines_with(1.0, 2.0, 4.0), lines_with(0.5, 0.0, 1.0, 7.0)
+    assert stats.differences(ours, theirs) == [0.5, 2.0, 3.0]
+    assert stats.differences(ours[::-1], [theirs[i] for i in (2, 0, 3, 1)]) == [0.5, 2.0, 3.0]
+    assert stats.differences(ours, lines_with(0.5, 0.0, 1.0, first=2)) == [1.5, 4.0]
+    no_seed = [{"loss": 1.0, "settings": {}}, {"loss": 2.0, "settings": {}}]
+    for bad in (no_seed, [*ours, ours[0]]):
+        for pair in ((ours, bad), (bad, ours)):
+            with pytest.raises(SystemExit, match="one line for each seed"):
+                stats.gap_of(*pair)
+    with pytest.raises(SystemExit, match="share fewer than two"):
+        stats.gap_of(ours, lines_with(1.0, 2.0, first=3))
 
 
 def test_the_second_opinion_is_the_signed_rank_test():
@@ -377,9 +418,8 @@ def test_the_second_opinion_is_the_signed_rank_test():
     assert {*words} == {"better", "undecided", "worse"}
     assert stats.signed_rank_verdict([-1.0] * 5) is None
 
-    lines = lambda losses: [{"loss": loss, "params": 1} for loss in losses]
-    ours = lines([0.98, 0.97, 0.99, 0.98, 0.97, 0.99, 0.98, 0.6])
-    found = judge.compare("nag", {}, ours, {1.0: lines([1.0] * 8)}, [1.0] * 3)
+    ours = lines_with(0.98, 0.97, 0.99, 0.98, 0.97, 0.99, 0.98, 0.6)
+    found = judge.compare("nag", {}, ours, {1.0: lines_with(*[1.0] * 8)}, [1.0] * 3)
     assert judge.cells(found)[4] == "undecided, outlier"
 
 
