@@ -15,8 +15,7 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
 2. Train both with new seeds for all steps. Evaluate on the other half of the validation split.
 3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
    "undecided". The intervals leave out the noise of the tuning. A verdict is "fragile" if it would
-   change against the baseline at half or twice its learning rate. It has an "outlier" if the
-   signed-rank interval of the median, which one seed cannot move, gives another verdict.
+   change against the baseline at half or twice its learning rate.
 4. To compare at equal time, time the steps of all modes in turn, before any training. Also train
    the baseline for fewer and more steps, and interpolate its loss at the time of the mode. Its
    learning rate is tuned again at the shortest and the longest of these lengths.
@@ -250,7 +249,7 @@ def choices_at(scale, mode, choice, lines_of, lengths):
 
 def compare(mode, choice, lines, theirs, ratios):
     """A mode beside the baseline: a dict of mode, choice, params, ratio; n, the number of pairs;
-    loss, its mean; steps, the interval at equal steps; doubts, a list of "fragile" and "outlier";
+    loss, its mean; steps, the interval at equal steps; fragile, True or False;
     worth, how many times as many steps the baseline needs for the same loss, from length_of; times,
     the intervals at the three ratios; diverged, a text or None.
 
@@ -261,20 +260,16 @@ def compare(mode, choice, lines, theirs, ratios):
     n = min(len(lines), len(theirs[1.0]))
     ours, others = losses_of(lines[:n]), losses_of(theirs[1.0][:n])
     found = {"mode": mode, "choice": choice, "params": lines[0]["params"], "ratio": ratios[1]}
-    found |= {"n": n, "loss": None, "steps": None, "doubts": [], "worth": (), "times": []}
+    found |= {"n": n, "loss": None, "steps": None, "fragile": False, "worth": (), "times": []}
     found["diverged"] = None
     for who, each in ((mode, ours), (baseline, others)):
         if math.inf in each:
             count = f"{each.count(math.inf)} of {len(each)}"
             return found | {"diverged": f"{count} runs of {who} diverged"}
-    gaps = stats.differences(lines, theirs[1.0])
-    gap = stats.interval(gaps)
+    gap = gap_of(lines, theirs[1.0])
     found |= {"loss": statistics.mean(ours), "steps": gap}
     at_rates = [gap_of(lines, theirs[name]) for name in ("half", "twice") if name in theirs]
-    if any(each and verdict([each]) != verdict([gap]) for each in at_rates):
-        found["doubts"].append("fragile")
-    if stats.signed_rank_verdict(gaps) not in (None, verdict([gap])):
-        found["doubts"].append("outlier")
+    found["fragile"] = any(each and verdict([each]) != verdict([gap]) for each in at_rates)
     wanted = {1.0, *lengths({mode: ratios})} & theirs.keys()
     by_length = {length: losses_of(theirs[length]) for length in wanted}
     by_length = {length: each for length, each in by_length.items() if math.inf not in each}
@@ -306,7 +301,8 @@ def cells(found):
         return [*row, "", found["diverged"], "", "", ratio, "", "", tuned]
     too_far = "no baseline run this short or long", ""
     at_time = decided(found["times"]) if found["times"] else too_far
-    at_steps = plus_minus(found["steps"]), ", ".join([verdict([found["steps"]]), *found["doubts"]])
+    fragile = ", fragile" if found["fragile"] else ""
+    at_steps = plus_minus(found["steps"]), verdict([found["steps"]]) + fragile
     worth = with_range(found["worth"])
     return [*row, f"{found['loss']:.4f}", *at_steps, worth, ratio, *at_time, tuned]
 

@@ -6,7 +6,7 @@ import statistics
 try:
     from scipy.interpolate import krogh_interpolate
     from scipy.optimize import brentq
-    from scipy.stats import binom, wilcoxon
+    from scipy.stats import binom
     from scipy.stats import t as student
 except ImportError:
     raise SystemExit("the studies in runs/ need scipy: pip install scipy")
@@ -33,16 +33,6 @@ def detectable(half, n):
     """The true difference that 4 of 5 studies find, if their 95% intervals have this half-width."""
     certain, likely = student.ppf((0.975, 0.8), n - 1)
     return half * (certain + likely) / certain
-
-
-def signed_rank_verdict(values):
-    """The verdict of the 95% signed-rank interval of the median; None for fewer than 6 values."""
-    if len(values) < 6:  # the interval is unbounded
-        return None
-    for word, side in (("better", "less"), ("worse", "greater")):
-        if wilcoxon(values, alternative=side, method="exact").pvalue <= 0.025:
-            return word
-    return "undecided"
 
 
 def p_value(gap, n):

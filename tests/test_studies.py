@@ -405,24 +405,6 @@ def test_differences_are_paired_by_seed_and_not_by_position():
         stats.gap_of(ours, lines_with(1.0, 2.0, first=3))
 
 
-def test_the_second_opinion_is_the_signed_rank_test():
-    torch.manual_seed(0)
-    words = []
-    for n, k in ((6, 1), (8, 4), (11, 11)):  # the k-th means of two values are the ends: a table
-        for shift in torch.linspace(-1.5, 1.5, 31):
-            values = (torch.randn(n) + shift).tolist()
-            means = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
-            word = "better" if means[-k] < 0 else "worse" if means[k - 1] > 0 else "undecided"
-            words.append(stats.signed_rank_verdict(values))
-            assert words[-1] == word
-    assert {*words} == {"better", "undecided", "worse"}
-    assert stats.signed_rank_verdict([-1.0] * 5) is None
-
-    ours = lines_with(0.98, 0.97, 0.99, 0.98, 0.97, 0.99, 0.98, 0.6)
-    found = judge.compare("nag", {}, ours, {1.0: lines_with(*[1.0] * 8)}, [1.0] * 3)
-    assert judge.cells(found)[4] == "undecided, outlier"
-
-
 def test_a_rehearsal_is_small_and_says_so(place, monkeypatch, capsys):
     trained = []
     loss_of = lambda full: 5.0 + 0.1 * full["seed"] + full["learning_rate"]
