@@ -43,7 +43,7 @@ from study import ROOT
 
 import plot
 from configurator import configure
-from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig
+from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, settings_of_others
 
 residual = "nag"  # modes to judge, separated by commas; all: every mode
 baseline = "prenorm"  # the mode to compare with
@@ -77,9 +77,16 @@ LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
 # The runs
 
 
+def scale_for(scale, mode):
+    """The scale for a mode: without the settings that belong to other modes only."""
+    others = settings_of_others(mode)
+    return {setting: value for setting, value in scale.items() if setting not in others}
+
+
 def settings(scale, mode, choice, seed, length=1.0):
     """The settings of a run. The seeds of TUNING tune."""
     steps = max(1, round(length * scale["max_iters"]))
+    scale = scale_for(scale, mode)
     tunes = seed in TUNING
     fixed = {"residual": mode, "seed": seed, "val_part": "tune" if tunes else "report"}
     if tunes and not rehearse:
@@ -147,7 +154,7 @@ def tune(scale, mode, lines_of):
     chosen = best_rate(scale, mode, {"learning_rate": usual}, lines_of)
     starts = [chosen | {"init_out": start} for start in other_starts(scale, mode)]
     chosen = pick_best([chosen, *starts])
-    for setting in FACTORS if has_gates(**shape_of(scale) | {"residual": mode}) else ("embed_lr",):
+    for setting in FACTORS if has_gates(**shape_of(scale, mode)) else ("embed_lr",):
         usual = (study.DEFAULTS | scale)[setting] or chosen["learning_rate"]
         for factors in FACTORS[setting]:
             for factor in factors:
@@ -176,14 +183,16 @@ def nearby(choice):
     return [with_rate(choice, choice["learning_rate"] * times) for times in AROUND]
 
 
-def shape_of(scale):
+def shape_of(scale, mode):
+    """The settings of a mode's model."""
+    scale = scale_for(scale, mode) | {"residual": mode}
     return {name: scale[name] for name in MODEL_SETTINGS & scale.keys()}
 
 
 def other_starts(scale, mode):
     """Initialisations of the output projections that the mode allows, except its default."""
     others = [start for start in ("scaled", "plain", "zero") if start != RESIDUALS[mode].init_out]
-    shape = shape_of(scale) | {"residual": mode}
+    shape = shape_of(scale, mode)
     return [start for start in others if not refusal(**shape | {"init_out": start})]
 
 
@@ -301,6 +310,8 @@ def cells(found):
         return [*row, "", found["diverged"], "", "", ratio, "", "", tuned]
     too_far = "no baseline run this short or long", ""
     at_time = decided(found["times"]) if found["times"] else too_far
+    if found["times"] and verdict(found["times"]) != verdict(found["times"][1:2]):
+        at_time = at_time[0], f"{at_time[1]} (differs within the time ratio's interval)"
     fragile = ", fragile" if found["fragile"] else ""
     at_steps = plus_minus(found["steps"]), verdict([found["steps"]]) + fragile
     worth = with_range(found["worth"])
@@ -326,7 +337,8 @@ def draw(path, comparisons, names=None):
 
 def timed(scale, modes):
     """What study.race compares: {mode: settings}, the baseline first."""
-    return {mode: scale | {"residual": mode} for mode in dict.fromkeys([baseline, *modes])}
+    everyone = dict.fromkeys([baseline, *modes])
+    return {mode: scale_for(scale, mode) | {"residual": mode} for mode in everyone}
 
 
 def plan(scale, modes, extra, ratios):
@@ -362,7 +374,7 @@ def plan(scale, modes, extra, ratios):
 def lines_of_mode(scale, mode):
     """(all settings, line) of each finished run of a mode at this scale."""
     varied = {*TUNED, "seed", "max_iters", "eval_interval", "val_part", "eval_tokens"}
-    fixed = study.DEFAULTS | scale | {"residual": mode}
+    fixed = study.DEFAULTS | scale_for(scale, mode) | {"residual": mode}
     for line in study.finished(name).values():
         full = study.DEFAULTS | line["settings"]
         if all(full[key] == fixed[key] for key in fixed.keys() - varied - study.OF_PLACE):
@@ -391,8 +403,13 @@ def main():
     if len(everyone) < 2:
         raise SystemExit(f"{residual=}: give a mode that is not the baseline")
     for mode in everyone:
-        if why := refusal(**shape_of(scale) | {"residual": mode}):
+        shape = shape_of(scale, mode) if mode in RESIDUALS else {"residual": mode}
+        if why := refusal(**shape):
             raise SystemExit(why)
+    unused = set.intersection(*({*settings_of_others(mode)} for mode in everyone))
+    if unused & study.changed(scale).keys():
+        names = ", ".join(sorted(unused & study.changed(scale).keys()))
+        raise SystemExit(f"{names}: no setting of {' or '.join(everyone)}")
 
     study.say(f"timing the steps of {', '.join(everyone)}")
     ratios = study.race(name, timed(scale, everyone))

@@ -427,6 +427,7 @@ def test_a_rehearsal_is_small_and_says_so(place, monkeypatch, capsys):
     ("--residual=prenorm", "residual='prenorm': give a mode that is not the baseline"),
     ("--seeds=100", "seeds=100: give 2 to 99"), ("--min_lr=1e-5", "give --min_lr=None"),
     ("--residual=nag --n_embd=63", "n_embd"),
+    ("--residual=nag --hc_streams=2", "hc_streams: no setting of prenorm or nag"),
 ])  # fmt: skip
 def test_the_judge_refuses_what_it_cannot_build_in_one_line(monkeypatch, argv, message):
     for name in judge.OWN:
@@ -437,10 +438,33 @@ def test_the_judge_refuses_what_it_cannot_build_in_one_line(monkeypatch, argv, m
     assert "\n" not in str(refused.value)
 
 
+def test_a_setting_of_one_mode_is_not_one_of_the_baseline():
+    usual = study.parse([judge.SCALE])
+    given = usual | {"hc_streams": 2}
+    key = lambda scale, mode: study.key(judge.settings(scale, mode, {}, 1))
+    assert key(given, "prenorm") == key(usual, "prenorm")
+    assert key(given, "ihc") != key(usual, "ihc")
+    before, after = (judge.timed(scale, ["ihc"]) for scale in (usual, given))
+    assert before["prenorm"] == after["prenorm"] and before["ihc"] != after["ihc"]
+    finished = len([*judge.lines_of_mode(usual, "prenorm")])
+    assert finished and len([*judge.lines_of_mode(given, "prenorm")]) == finished
+    assert not judge.refusal(**judge.shape_of(given, "prenorm"))
+
+
+def test_a_verdict_that_the_time_ratio_changes_says_so():
+    found = {"mode": "nag", "params": 1, "ratio": 1.3, "choice": {}, "diverged": None}
+    found |= {"fragile": False, "loss": 1.0, "steps": (0.01, 0.1), "worth": ()}
+    times = [(0.02, 0.03), (0.0390, 0.0353), (0.05, 0.03)]
+    why = "undecided (differs within the time ratio's interval)"
+    assert judge.cells(found | {"times": times})[8] == why
+    assert judge.cells(found | {"times": times[:1] * 3})[8] == "undecided"
+    assert judge.cells(found | {"times": times[1:2] * 3})[8] == "worse"
+
+
 def test_the_judge_tunes_the_rate_of_routers():
-    assert not judge.has_gates(**judge.shape_of(study.parse([judge.SCALE])))
+    assert not judge.has_gates(**judge.shape_of(study.parse([judge.SCALE]), "prenorm"))
     routed = study.parse([judge.SCALE, "--mod_on=mlp", "--mod_rate=0.2", "--mod_router=learned"])
-    assert judge.has_gates(**judge.shape_of(routed))
+    assert judge.has_gates(**judge.shape_of(routed, "prenorm"))
 
 
 def test_the_time_left_agrees_with_the_estimate_until_much_is_measured(monkeypatch):
@@ -657,7 +681,7 @@ def test_the_names_of_a_plan_are_different_models(what):
     for name, change in changes.items():
         own = {"residual": name} if change is None else {"residual": "nag"} | change
         with torch.device("meta"):
-            GPT(GPTConfig(**judge.shape_of(scale | own)))
+            GPT(GPTConfig(**judge.shape_of(scale | own, own["residual"])))
         keys.add(study.key(scale | own))
     assert len(keys) == len(changes)
 
@@ -665,7 +689,7 @@ def test_the_names_of_a_plan_are_different_models(what):
 def test_experts_of_all_shapes_have_equal_parameters():
     with torch.device("meta"):
         for ratio, shape in lead.OF_EXPERTS.items():
-            model = GPT(GPTConfig(**judge.shape_of(lead.SCALE | shape)))
+            model = GPT(GPTConfig(**judge.shape_of(lead.SCALE | shape, "prenorm")))
             assert abs(shape["n_embd"] / shape["n_layer"] - ratio) < 0.5
             assert 1.11e6 < model.num_params() < 1.16e6
             assert 0.51e6 < model.num_params(active=True) < 0.54e6
