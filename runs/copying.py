@@ -10,6 +10,7 @@ judge (1, 2) and of runs/lead.py (11 to 13). Models of 4 blocks have AdamW and t
 Finished runs are in results/copying.jsonl, and are not repeated.
 """
 
+import signal
 import sys
 from functools import partial
 
@@ -60,6 +61,7 @@ def onset(line):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, study.stop)
     configure(globals(), argv=sys.argv[1:])  # there are no settings: only --help
     plan = [settings_of(*each) for each in RUNS]
     for settings, line in zip(plan, study.run("copying", plan, measured)):

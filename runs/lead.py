@@ -22,6 +22,7 @@ is changed; they are paired by seed, with 95% intervals. Finished runs are in re
 and are not repeated.
 """
 
+import signal
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ from stats import detectable, gap_of, plus_minus
 
 from configurator import configure
 
-what = "tokens"  # tokens, blocks, size, streams, experts, nag, bhyt or mod
+what = ""  # tokens, blocks, size, streams, experts, nag, bhyt or mod
 names: str | None = None  # only these, separated by commas, and what they are compared with
 values: str | None = None  # only these values, such as 1000 steps, in this order
 optimizer = "muon"  # or adamw
@@ -209,4 +210,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, study.stop)
     main()

@@ -6,9 +6,11 @@ An earlier default recipe of train.py, one change at a time: does each part help
 Differences are at an equal number of tokens, paired by seed, with 95% intervals.
 """
 
+import signal
 import statistics
 import sys
 
+import study
 from stats import decided, gap_of, losses_of
 from study import run, table
 
@@ -62,5 +64,6 @@ def rows(lines_of):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, study.stop)
     configure(globals(), argv=sys.argv[1:])  # there are no settings: only --help
     print(table(HEAD, rows(run)))

@@ -295,12 +295,15 @@ class Progress:
     def __init__(self, price, runs, seconds=0.0):
         self.price, self.done, self.total = price, 0, len(runs)
         self.left = sum(map(price, runs))
+        self.planned = seconds > 0
         self.paid = self.left / 10 if seconds else 0.0
         self.began = time.monotonic() - seconds / 10
 
     def finish(self, settings):
         self.done += 1
-        self.total = max(self.total, self.done)  # tuning can need more runs than expected
+        # Tuning can need more runs than planned, and the seeds follow it.
+        more = self.planned and settings.get("val_part") == "tune"
+        self.total = max(self.total, self.done + more)
         self.paid += self.price(settings)
         self.left = max(0.0, self.left - self.price(settings))
 

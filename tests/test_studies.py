@@ -479,6 +479,14 @@ def test_the_time_left_agrees_with_the_estimate_until_much_is_measured(monkeypat
     assert shown[0] == "1 of 100, 54 min left"
     assert shown[49] == "50 of 100, 46 min left"
     assert shown[100] == "101 of 101, 0 s left"
+    progress.finish({"val_part": "tune"})
+    assert str(progress).startswith("102 of 103, ")  # the seeds follow
+
+
+def test_lead_starts_nothing_without_the_name_of_a_study(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lead.py"])
+    with pytest.raises(SystemExit, match="what='': choose from tokens, blocks"):
+        lead.main()
 
 
 def test_ctrl_c_says_at_once_how_to_continue(place, monkeypatch, capsys):
