@@ -332,7 +332,8 @@ def draw(path, comparisons, names=None):
     rows = [(names.get(each["mode"], each["mode"]), each["steps"], middle(each["times"]))
             for each in shown]  # fmt: skip
     if rows:
-        plot.differences(path, rows, names[baseline])
+        title = "rehearsal: ignore these numbers" if rehearse else None
+        plot.differences(path, rows, names[baseline], title)
 
 
 def timed(scale, modes):

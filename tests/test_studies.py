@@ -548,6 +548,10 @@ def test_the_figure_cuts_no_interval_and_hides_no_point(tmp_path, monkeypatch):
     found.append({"mode": "lns", "steps": None, "times": []})  # it diverged
     judge.draw(tmp_path / "out" / "a.png", found, {"nag": "NAG"})
     figure, _ = drawn[-1]
+    monkeypatch.setattr(judge, "rehearse", True)
+    judge.draw(tmp_path / "c.png", found)
+    titles = [drawn_axes.get_title() for _, drawn_axes in drawn[-2:]]
+    assert titles == ["", "rehearsal: ignore these numbers"]
     (axes,) = figure.axes
     left, right = axes.get_xlim()
     lines = [part for bars in axes.collections for part in bars.get_segments()]
