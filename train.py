@@ -590,7 +590,7 @@ if step == 0 and keep_interval:
     save("kept")
 log({"run": header})
 if compile and is_main and not finished():
-    print("compiling: a minute, or several if blocks differ, as in attnres_block or with skipping;")
+    print("compiling: about a minute, or several if the blocks differ in what they read or skip;")
     print("for a short run, start again with --compile=False")
 if step == 0 and eval_interval:
     seen = compiling(validate)

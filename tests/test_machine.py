@@ -274,8 +274,8 @@ def step_on_another_device(model, empty, generates):
     model.after_step()
     model.refresh()
     if generates:  # with a mixture of depths, shapes depend on the data
-        written = generate.generate(model.eval(), x[:, :4], 8)
-        assert written.shape == (2, 12) and written.device == x.device
+        written = generate.generate(model.eval(), x[:, :4], 2)
+        assert written.shape == (2, 6) and written.device == x.device
 
 
 def test_no_mode_mixes_the_cpu_with_another_device():
