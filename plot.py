@@ -38,9 +38,10 @@ COLOURS = {
     "dyt": "#E69F00", "none": "#CC79A7", "nag": "#56B4E9", "orthogonal": "#999999",
     "bhyt": "#882255", "bhyt_exact": "#AA4499", "prenorm_approx": "#666666",
     "ngpt": "#332288", "deepnorm": "#999933", "rezero": "#DDCC77", "mixln": "#CC6677",
-    "x0mix": "#117733", "outnorm": "#77AADD", "derf": "#EE7733", "keel": "#BBCC33",
+    "x0mix": "#117733", "outnorm": "#B5D6F5", "derf": "#EE7733", "keel": "#BBCC33",
     "hc": "#661100", "mhc": "#44AA99", "ihc": "#EE3377",
-    "attnres": "#6699CC", "attnres_block": "#88CCEE",
+    "attnres": "#00D26A", "attnres_block": "#99EEBB",
+    "smhc": "#225588", "gated": "#AA66FF", "wide": "#FF9999",
 }  # fmt: skip
 LOSS = "validation loss (nats a token)"
 
@@ -109,10 +110,15 @@ def refuse_mixed_data(runs):
 
 
 def steps_of(run):
-    """Records of a run from step 1 on, each with the training seconds so far."""
+    """Records of a run from step 1 on, each with the training seconds so far.
+
+    If the run is compiled, its first interval counts at the median speed: it includes compilation.
+    """
     steps = [record for record in read_log(run)[1] if record["step"]]
     header = header_of(run)
     seconds, tokens = 0.0, header["from_step"] * header["tokens_per_step"]  # a branch starts late
+    if header["resolved"]["compile"] and len(steps) > 1:
+        steps[0]["tok_s"] = statistics.median(record["tok_s"] for record in steps[1:])
     for record in steps:
         seconds += (record["tokens"] - tokens) / record["tok_s"]
         tokens = record["tokens"]
@@ -127,7 +133,8 @@ def steps_of(run):
 def grouped(runs):
     """Group runs that differ only in the seed: {label: (mode, runs)}.
 
-    A label has the mode, and the settings in which the runs of this mode differ.
+    A label has the mode, the share of tokens that skip, and the settings in which the runs of this
+    mode differ.
     """
     scratch = dict.fromkeys(("scratch", "auto", "resume"), {"init_from": "scratch"})
     settings = {run: read_log(run)[0] for run in runs}
@@ -139,7 +146,9 @@ def grouped(runs):
         # Older logs do not have newer settings.
         values = {key: {str(s[key]) for s in same_mode if key in s} for key in own}
         differs = [key for key in own if len(values[key]) > 1 and key not in ("seed", "out_dir")]
-        label = ", ".join([mode, *(f"{key}={own[key]}" for key in differs)])
+        skips = own.get("mod_on", "none") != "none"
+        skipped = [f"{own['mod_rate']:.0%} skip {own['mod_on']}"] if skips else []
+        label = ", ".join([mode, *skipped, *(f"{key}={own[key]}" for key in differs)])
         groups.setdefault(label, (mode, []))[1].append(run)
     return groups
 
@@ -178,10 +187,19 @@ def draw(axes, runs, curve, band=True, **style):
 # Figures from log.jsonl
 
 
+def smoothed(values):
+    """The mean of each value and those before it, up to a twentieth of all: one batch is noisy."""
+    size = math.ceil(len(values) / 20)
+    starts = (max(0, end - size) for end in range(1, len(values) + 1))
+    return [statistics.mean(values[start:end]) for end, start in enumerate(starts, 1)]
+
+
 def losses_against(axes, runs, key, unit, label):
     def curve(loss, run):
         steps = [record for record in steps_of(run) if record[loss] is not None]
-        return [record[key] / unit for record in steps], [record[loss] for record in steps]
+        values = [record[loss] for record in steps]
+        values = smoothed(values) if loss == "loss" else values
+        return [record[key] / unit for record in steps], values
 
     if key == "tokens":
         draw(axes, runs, partial(curve, "loss"), band=False, label=None, lw=0.6, alpha=0.5)
@@ -192,7 +210,7 @@ def losses_against(axes, runs, key, unit, label):
             for run in members:
                 axes.plot(*curve("val_loss", run), **look)
                 look["label"] = None  # one label per group
-    axes.set(xlabel=label, ylabel=LOSS + (", thin: training" if key == "tokens" else ""))
+    axes.set(xlabel=label, ylabel=LOSS + (", thin: training, smoothed" if key == "tokens" else ""))
 
 
 # ------------------------------------------------------------------------------------------------

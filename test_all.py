@@ -2717,7 +2717,9 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
 
     made, steps = {figure: drawn(figure) for figure in plot.FIGURES}, plot.steps_of(dense[0])
     assert all(len(png) > 5000 for png, _ in made.values())
-    assert len({*plot.COLOURS.values()}) == len(plot.COLOURS)  # a new design may share one
+    rgb = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in plot.COLOURS.values()]
+    assert min(math.dist(*pair) for pair in itertools.combinations(rgb, 2)) > 45
+    assert plot.smoothed([4.0, 2.0]) == [4.0, 2.0] and plot.smoothed([1.0] * 39 + [3.0])[-1] == 2
     assert all(drawn(figure) == made[figure] for figure in ("loss", "variance", "map"))
     assert steps[-1]["seconds"] == pytest.approx(sum(128 / r["tok_s"] for r in steps))
     assert steps[0]["step"] == 1
@@ -2764,6 +2766,17 @@ def test_only_the_variables_of_torchrun_are_read_from_the_environment():
         text = open(os.path.join(HERE, path)).read()
         assert set(re.findall(r"environ\S*", text)) <= from_torchrun | {"environ"}, path
         assert not re.findall(r"except( Exception)?:", text), path
+
+
+@cases("compiled, first", [(True, 10 / 7.5), (False, 10)])
+def test_the_time_of_a_run_leaves_out_compilation(tmp_path, compiled, first):
+    header = {"from_step": 0, "tokens_per_step": 10, "resolved": {"compile": compiled}}
+    speeds = [(1, 1), (2, 10), (3, 5)]  # step, tokens a second since the last record
+    records = [{"step": step, "tokens": 10 * step, "tok_s": speed} for step, speed in speeds]
+    lines = [{"run": header | {"settings": {}}}, *records]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    seconds = [record["seconds"] for record in plot.steps_of(tmp_path)]
+    assert seconds == pytest.approx([first, first + 1, first + 3])
 
 
 @cases("name", ["plot.py", "lora.py", "convert.py"])
