@@ -188,8 +188,8 @@ def draw(axes, runs, curve, band=True, **style):
 
 
 def smoothed(values):
-    """The mean of each value and those before it, up to a twentieth of all: one batch is noisy."""
-    size = math.ceil(len(values) / 20)
+    """The mean of each value and those before it, up to 2% of all: one batch is noisy."""
+    size = math.ceil(len(values) / 50)
     starts = (max(0, end - size) for end in range(1, len(values) + 1))
     return [statistics.mean(values[start:end]) for end, start in enumerate(starts, 1)]
 
@@ -210,7 +210,7 @@ def losses_against(axes, runs, key, unit, label):
             for run in members:
                 axes.plot(*curve("val_loss", run), **look)
                 look["label"] = None  # one label per group
-    axes.set(xlabel=label, ylabel=LOSS + (", thin: training, smoothed" if key == "tokens" else ""))
+    axes.set(xlabel=label, ylabel=LOSS + ("\nthin: training, smoothed" if key == "tokens" else ""))
 
 
 # ------------------------------------------------------------------------------------------------

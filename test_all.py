@@ -2719,7 +2719,7 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
     assert all(len(png) > 5000 for png, _ in made.values())
     rgb = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in plot.COLOURS.values()]
     assert min(math.dist(*pair) for pair in itertools.combinations(rgb, 2)) > 45
-    assert plot.smoothed([4.0, 2.0]) == [4.0, 2.0] and plot.smoothed([1.0] * 39 + [3.0])[-1] == 2
+    assert plot.smoothed([4.0, 2.0]) == [4.0, 2.0] and plot.smoothed([1.0] * 99 + [3.0])[-1] == 2
     assert all(drawn(figure) == made[figure] for figure in ("loss", "variance", "map"))
     assert steps[-1]["seconds"] == pytest.approx(sum(128 / r["tok_s"] for r in steps))
     assert steps[0]["step"] == 1
