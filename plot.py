@@ -302,10 +302,12 @@ def differences(path, rows, baseline, title=None):
         middles, halves, heights = zip(*(points or [(math.nan,) * 3]))  # the legend shows both
         how = dict(ms=8, lw=2.5, capsize=4, label=label)
         axes.errorbar(middles, heights, xerr=halves, fmt=style, **how)
-        for y, gap in enumerate(of_kind):
+        for y, (gap, pair) in enumerate(zip(of_kind, zip(*kinds))):
             if gap and gap not in inside:
                 how = dict(ha="right", va="center", color=style[:2])
-                axes.text(edge * (0.87 + 0.8 * shift), y, f"{gap[0]:+.3f} ⟶", **how)
+                alone = any(other in inside for other in pair)  # beside a point: below or above it
+                x, height = (edge, y + 2 * shift) if alone else (edge * (0.87 + 0.8 * shift), y)
+                axes.text(x, height, f"{gap[0]:+.3f} ⟶", **how)
     axes.axvline(0, color="0.4", lw=1.5)
     axes.set_yticks(range(len(names)), names)
     axes.set(ylim=(len(names) - 0.4, -0.6), xlim=(left - margin, right + margin))
