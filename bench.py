@@ -323,7 +323,8 @@ def train(base, copy, matmul):
         first[name] = seconds(runs[name])
     rate = matrix_rate(flops, matmul)
     note = lambda name, medians: f"{rate(name, medians)}; the first step took {first[name]:.1f} s"
-    report = compare("training step", runs, rounds, note)
+    title = f"a step of {batch_size} x {base.block_size}"
+    report = compare(title, runs, rounds, note)
     return {name: row | {"first": first[name]} for name, row in report.items()}
 
 

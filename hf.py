@@ -374,11 +374,12 @@ def family_of(c):
     attention = c.attn_bias or ("all" if c.bias else "none")
     wanted = {"norm": "rms", "activation": "swiglu", "moe_experts": 0, "mod_rate": 0.0, "smear": 0}
     wanted |= {"value_embeds": False, "logit_cap": None, "branch_scale": "one"}
-    for name, value in wanted.items():
-        if getattr(c, name) != value:
-            fail(f"transformers has no class for {name}={getattr(c, name)!r}, only for {value!r}")
+    own = {name: getattr(c, name) for name in wanted}
+    missing = [f"{k}={own[k]!r} (only {value!r})" for k, value in wanted.items() if own[k] != value]
     if c.residual not in ("prenorm", "lns", "outnorm"):
-        fail(f"transformers has no class for residual={c.residual!r}: only prenorm, lns, outnorm")
+        missing.insert(0, f"residual={c.residual!r} (only prenorm, lns, outnorm)")
+    if missing:
+        fail(f"transformers has no class for {', '.join(missing)}")
     if c.n_embd % c.n_head:
         fail(f"transformers refuses n_embd={c.n_embd} with n_head={c.n_head}: give a multiple")
     behind = c.residual == "outnorm"

@@ -95,7 +95,7 @@ def test_config_json_is_refused_by_the_name_of_the_key(keys, message):
 
 @cases("changes, message", [
     (dict(residual="nag"), "no class for residual='nag'"), (dict(activation="relu"), "activation"),
-    (dict(residual="bhyt"), "residual='bhyt'"), (dict(smear=2), "smear=2"),
+    (dict(residual="bhyt", smear=2), "bhyt' (only prenorm, lns, outnorm), smear=2 (only 0)"),
     (dict(moe_experts=4), "moe_experts=4"), (dict(qk_norm=True, bias=True), "qk_norm"),
     (dict(residual="outnorm"), "for outnorm"), (dict(norm="layer"), "norm='layer'"),
     (dict(logit_cap=5.0), "logit_cap=5.0"), (dict(attn_bias="qkv", bias=True), "attn_bias='qkv'"),
