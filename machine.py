@@ -114,6 +114,14 @@ def cores():
     return len(os.sched_getaffinity(0)) if known else os.cpu_count()
 
 
+def threads_that_want_to_run():
+    """On this machine now, of all programs; 0 if the system does not say. OpenMP's threads wait for
+    each other in every operation: with fewer cores than such threads, a step is many times slower.
+    """
+    loads = "/proc/loadavg"
+    return int(open(loads).read().split()[3].split("/")[0]) if os.path.exists(loads) else 0
+
+
 def gathered(x):
     """The full tensor if FSDP has sharded x, else x. Every rank must call this function."""
     return x.full_tensor() if isinstance(x, DTensor) else x

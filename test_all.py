@@ -2768,6 +2768,14 @@ def test_only_the_variables_of_torchrun_are_read_from_the_environment():
         assert not re.findall(r"except( Exception)?:", text), path
 
 
+@cases("more, warned", [(0, False), (1, True)])
+def test_a_run_says_what_to_do_on_a_busy_machine(data, tmp_path, monkeypatch, capsys, more, warned):
+    monkeypatch.setattr(machine, "threads_that_want_to_run", lambda: os.cpu_count() + more)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    train(data, tmp_path, max_iters=21)
+    assert ("OMP_NUM_THREADS=1" in capsys.readouterr().out) == warned
+
+
 @cases("compiled, first", [(True, 10 / 7.5), (False, 10)])
 def test_the_time_of_a_run_leaves_out_compilation(tmp_path, compiled, first):
     header = {"from_step": 0, "tokens_per_step": 10, "resolved": {"compile": compiled}}

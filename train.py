@@ -12,6 +12,7 @@ import os
 import platform
 import shlex
 import signal
+import statistics
 import sys
 import time
 import uuid
@@ -600,6 +601,7 @@ if step == 0 and eval_interval:
     keep_best(seen["val_loss"])
 
 stopped, busy, since, last_save = False, 0.0, step, time.monotonic()
+wanting = []  # in the first steps: how many threads of this machine want to run
 while not finished() and not stopped:
     began, factor = time.perf_counter(), learning_rate_factor()
     prepare_step(factor)
@@ -615,6 +617,10 @@ while not finished() and not stopped:
     step, flops = step + 1, flops + flops_per_step
     load = balance_load(good)
     busy += time.perf_counter() - began
+    if is_main and device.type == "cpu" and torch.get_num_threads() > 1 and step <= first_step + 20:
+        wanting.append(machine.threads_that_want_to_run())
+        if len(wanting) == 20 and statistics.mean(wanting) > os.cpu_count() + 0.5:
+            print("other programs use these cores: with OMP_NUM_THREADS=1 steps may be faster")
 
     record = {
         "step": step, "tokens": step * tokens_per_step, "flops": flops, "bad_steps": bad_steps,
