@@ -931,6 +931,7 @@ def test_settings_that_do_not_fit_raise_when_the_model_is_built(changes, message
     dict(residual="lns", moe_experts=4, moe_shared=16), dict(mod_on="both", mod_rate=0.25),
     dict(mod_on="mlp", mod_rate=0.5, mod_router="random"), dict(residual="hc"),
     dict(residual="ihc"), dict(residual="attnres_block"), dict(residual="nag"),
+    dict(residual="smhc"), dict(residual="gated"), dict(residual="wide", hc_streams=3),
     dict(residual="dyt", mod_on="attention", mod_rate=0.4, mod_router="learned", n_kv_head=1),
     dict(MOD, residual="lns", moe_experts=4, moe_top_k=1, mod_router="learned"),
     dict(residual="ngpt", n_head=4, n_kv_head=1, activation="swiglu", moe_experts=4, moe_shared=16),
