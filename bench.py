@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_map_only
 import machine
 from attnres import group_size
 from configurator import check, configure, settings_of
-from data import write_json
+from data import make_folder, write_json
 from generate import FOLDS, KVCache, compiled_step, next_token
 from mod import routers
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, compile_options, settings_of_others
@@ -658,7 +658,7 @@ def main():
     if what != "size":
         copy, matmul = machine_speeds()
         report |= {"copy_bytes_s": copy, "matmul_flops_s": matmul}
-    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+    make_folder(os.path.dirname(out))
     for part in chosen:
         report[part.__name__] = part(base, copy, matmul)
         write_json(out, report)

@@ -33,7 +33,14 @@ import torch
 import checkpoint
 from attention import head_width
 from configurator import configure
-from data import fingerprint, get_tokenizer, is_imported, meta_tokenizer, write_json
+from data import (
+    fingerprint,
+    get_tokenizer,
+    is_imported,
+    make_folder,
+    meta_tokenizer,
+    write_json,
+)
 from model import GPT, GPTConfig
 
 out_dir = "out"  # import: folder for the checkpoint
@@ -353,7 +360,7 @@ def import_model(source, to, context=None):
     settings = {"data_dir": None, "loss_chunk": 2048}
     state = {"config": asdict(config), "settings": settings, "meta": meta, "step": 0}
     state["model"] = tensors
-    os.makedirs(to, exist_ok=True)
+    make_folder(to)
     if meta["tokenizer"]:
         checkpoint.copy_tokenizer(folder, to, names=["tokenizer.json"])
         special = special_tokens(meta_tokenizer(to, meta))
@@ -444,7 +451,7 @@ def export_model(path, folder):
     dtype = next(iter(tensors.values())).dtype
     keys = to_keys(config, hidden, state["meta"], dtype)
     encoding = tokenizer_of(state)
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     file = os.path.join(folder, "model.safetensors")
     library.torch.save_file(tensors, file + ".tmp", metadata={"format": "pt"})
     os.replace(file + ".tmp", file)

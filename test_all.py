@@ -106,11 +106,15 @@ def logits_and_gradients(model, idx, targets):
     return logits, loss, torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
 
 
+def compile_with(monkeypatch, backend, **how):
+    """Let torch.compile use this backend. aot_eager traces and checks, but generates no code."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend, **how))
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def quick_compiler(monkeypatch):
-    """torch.compile traces, checks and differentiates as usual, but generates no code."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
+    compile_with(monkeypatch, "aot_eager")
 
 
 def accepts(**changes):
@@ -755,9 +759,8 @@ def test_sampling_follows_the_distribution():
 def test_a_compiled_step_decodes_as_an_eager_one_and_is_compiled_once(
     backend, changes, monkeypatch
 ):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    compile_with(monkeypatch, backend)
     model, idx = shaken(tiny(**changes)).eval(), some_ids(T=4)
-    torch._dynamo.reset()
     expected = generate.generate(model, idx, 40, temperature=0)  # past the window
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert torch.equal(generate.generate(model, idx, 40, temperature=0, compile=True), expected)
@@ -971,9 +974,7 @@ def test_compiled_equals_eager_and_blocks_share_graphs(backend, changes, monkeyp
     idx = torch.arange(64).view(2, 32)  # distinct tokens: no ties that rounding decides
     dtype = torch.float64 if "mod_on" in changes else None  # or rounding decides which tokens run
     eager, compiled = models = [shaken(tiny(n_layer=4, **changes)).to(dtype) for _ in range(2)]
-    with_backend = functools.partial(torch.compile, backend=backend, fullgraph=True)
-    monkeypatch.setattr(torch, "compile", with_backend)
-    torch._dynamo.reset()
+    compile_with(monkeypatch, backend, fullgraph=True)
     torch._dynamo.utils.counters.clear()
     compiled.compile_blocks()
     for turn in range(3):  # again with new weights, refreshed values and new k

@@ -407,10 +407,10 @@ def main():
         shape = shape_of(scale, mode) if mode in RESIDUALS else {"residual": mode}
         if why := refusal(**shape):
             raise SystemExit(why)
-    unused = set.intersection(*({*settings_of_others(mode)} for mode in everyone))
-    if unused & study.changed(scale).keys():
-        names = ", ".join(sorted(unused & study.changed(scale).keys()))
-        raise SystemExit(f"{names}: no setting of {' or '.join(everyone)}")
+    used_by_none = set.intersection(*({*settings_of_others(mode)} for mode in everyone))
+    unused = sorted(used_by_none & study.changed(scale).keys())
+    if unused:
+        raise SystemExit(f"{', '.join(unused)}: no setting of {' or '.join(everyone)}")
 
     study.say(f"timing the steps of {', '.join(everyone)}")
     ratios = study.race(name, timed(scale, everyone))

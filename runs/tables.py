@@ -31,7 +31,7 @@ import lead
 import recipe
 import stats
 import study
-from stats import by_seed, decided, gap_of, losses_of, minus, pairs, plus_minus, verdict, with_range
+from stats import by_seed, decided, gap_of, losses_of, minus, plus_minus, verdict, with_range
 from study import ROOT, NotFinished, find, read
 
 import plot
@@ -152,7 +152,7 @@ def judge_facts():
 
 def leads(ours, theirs, steps):
     """The mean difference of the training losses of these seeds at each of these steps."""
-    curves = [[dict(line["curve"]) for line in pair] for pair in pairs(ours, theirs).values()]
+    curves = [[dict(line["curve"]) for line in pair] for pair in stats.pairs(ours, theirs).values()]
     return [mean(a[step] - b[step] for a, b in curves) for step in steps]
 
 
@@ -312,9 +312,9 @@ def curves_by_depth():
 def depths():
     """Losses minus pre-norm's by the number of blocks, and their change when it doubles."""
     rows = []
-    for name, of in by_depth().items():
-        cells = [plus_minus(gap_of(*of[n])) if n in of else "" for n in DEPTHS]
-        rows.append((*name, *cells, growth(of)))
+    for name, pairs in by_depth().items():
+        cells = [plus_minus(gap_of(*pairs[n])) if n in pairs else "" for n in DEPTHS]
+        rows.append((*name, *cells, growth(pairs)))
     return ("mode", "optimizer", *(f"{n} blocks" for n in DEPTHS), "when doubled"), rows
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -271,12 +272,11 @@ def run_test(folder, test):
     raise SystemExit(pytest.main([*options, test]))
 
 
-def is_caught(entry):
-    """Copy the repository, make one break, run its test: whether the test fails."""
+def is_caught(entry, paths):
+    """Copy these files of the repository, make one break, run its test: whether the test fails."""
     name, file, before, after, test = entry
     with tempfile.TemporaryDirectory() as folder:
-        listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
-        for path in listed:
+        for path in paths:
             os.makedirs(os.path.dirname(f"{folder}/{path}"), exist_ok=True)
             shutil.copyfile(ROOT / path, f"{folder}/{path}")
         Path(folder, file).write_text((ROOT / file).read_text().replace(before, after))
@@ -298,8 +298,9 @@ def main(names):
         assert (ROOT / file).read_text().count(before) == 1, f"{name}: {file} has changed"
     os.environ["OMP_NUM_THREADS"] = "1"
     multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])
+    paths = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        caught = sum(pool.map(is_caught, chosen))
+        caught = sum(pool.map(partial(is_caught, paths=paths), chosen))
     print(f"{caught} of {len(chosen)} caught")
     return caught < len(chosen)
 

@@ -247,7 +247,9 @@ def test_an_export_of_lns_folds_the_factor_of_each_block_into_its_gains(tmp_path
     library = SimpleNamespace(torch=SimpleNamespace(save_file=keep))
     monkeypatch.setattr(hf, "safetensors", lambda: library)
     ours = shaken(GPT(GPTConfig(**hf.SOURCE, residual="lns", n_layer=3, n_embd=24, vocab_size=257)))
-    hf.export_model(save(ours, tmp_path / "a"), str(tmp_path / "b"))
+    path = save(ours, tmp_path / "a")
+    refuses("no folder can be made there", hf.export_model, path, f"{path}/b")
+    hf.export_model(path, str(tmp_path / "b"))
     for b, block in enumerate(ours.blocks):
         gain = files[f"model.layers.{b}.input_layernorm.weight"]
         assert_close(gain, block.attn_residual.norm.gain.detach() / math.sqrt(b + 1))

@@ -20,6 +20,7 @@ from test_all import (
     MOD,
     assert_close,
     cases,
+    compile_with,
     counted_flops,
     evaluated,
     every_mode,
@@ -201,9 +202,7 @@ def test_flops_are_those_that_torch_counts(changes, monkeypatch):
 @cases("residual", ["prenorm", "bhyt", *map(slow, ("hc", "x0mix", "attnres"))])
 def test_compiled_equals_eager_whatever_the_blocks_skip(residual, monkeypatch):
     model, idx = shaken(tiny(residual=residual, n_layer=8, **EXTRAS)).eval(), some_ids()
-    with_backend = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
-    monkeypatch.setattr(torch, "compile", with_backend)  # fullgraph: too many graphs is an error
-    torch._dynamo.reset()
+    compile_with(monkeypatch, "aot_eager", fullgraph=True)  # too many graphs is an error
     prune.skip(model, [4, 6, 9, 11, 12, 13, 14, 15], "sublayer")  # each kind of block twice
     eager = model(idx)[0]
     with torch._dynamo.config.patch(recompile_limit=8):

@@ -460,23 +460,12 @@ def test_an_output_that_a_token_skips_gets_no_weight(residual, size):
 
 # --- All rivals -----------------------------------------------------------------------------------
 
+WITH_SOURCES = (  # their Stream.sources are not empty
+    "hc", "mhc", "ihc", "smhc", "gated", "wide", "attnres", "attnres_block", "x0mix",
+)  # fmt: skip
 
-@cases(
-    "residual",
-    [
-        "hc",
-        "mhc",
-        "ihc",
-        "smhc",
-        "gated",
-        "wide",
-        "attnres",
-        "attnres_block",
-        "x0mix",
-        "keel",
-        "derf",
-    ],
-)
+
+@cases("residual", [*WITH_SOURCES, "keel", "derf"])
 def test_sharded_over_two_ranks_they_have_the_curve_of_one_process(data, tmp_path, residual):
     how = dict(residual=residual, total_batch_tokens=256)
     train(data, tmp_path / "one", **how)
@@ -486,10 +475,7 @@ def test_sharded_over_two_ranks_they_have_the_curve_of_one_process(data, tmp_pat
     evaluated(tmp_path / "two", "loss,depth", eval_tokens=512, depth_tokens=512)
 
 
-@cases(
-    "residual",
-    ["ngpt", "hc", "mhc", "ihc", "smhc", "gated", "wide", "attnres", "attnres_block", "x0mix"],
-)
+@cases("residual", ["ngpt", *WITH_SOURCES])
 def test_recomputation_changes_no_gradient(residual):
     model, idx = shaken(tiny(residual=residual, n_layer=4, dropout=0.1)), some_ids()
     expected = logits_and_gradients(model, idx, idx.roll(-1, 1))
