@@ -149,9 +149,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def count(self, q, docs=None):
-        """Add scores to the histogram of this rank, except those of padding, whose docs are 0.
+        """Add scores to the histogram of this rank. Padding, where docs is 0, does not count.
 
-        A recomputed forward counts all twice.
+        A recomputed forward counts all scores twice.
         """
         bins = (q.flatten().float() * BINS).long().clamp(0, BINS - 1)
         real = torch.ones_like(bins) if docs is None else docs.flatten() > 0

@@ -17,11 +17,11 @@ Hyper-Connections keep n streams X (n, C) for each token. Three maps, made from 
                19 times rows and columns. Columns sum to 1, rows almost                          (5)
                end: h = sum_i (sigmoid(s y + b) + eps)_i X_i, with its own W, s and b            (6)
     ihc        mhc without mixing: M = I, and y of Eq. 4 has two parts, for h_pre and h_post
-    smhc       the single pass of DeepSeek-V4.1-Flash, read in its code. The maps are those of mhc,
-               but a sublayer reads with the h_pre that the sublayer before it made:
+    smhc       single-pass mhc, from the code of DeepSeek-V4.1-Flash. The maps are those of mhc, but
+               a sublayer reads with the h_pre that the previous sublayer made:
                f = F(Norm(pre^T X)),  X as in Eq. 1,  pre <- h_pre(X before the write)           (7)
                begin: pre = (1, 0, ..., 0); end: h = pre^T X, with the last pre
-    gated      Qwen3.8-Flash-Next, read in its code. z_i = RMSNorm_i(X_i), and D has n_embd / RANK
+    gated      from the code of Qwen3.8-Flash-Next. z_i = RMSNorm_i(X_i), and D has n_embd / RANK
                rows. h = mean_i sigmoid(U_i silu(D vec(z) / n)) * z_i                            (8)
                X_i <- X_i + 2 sigmoid(<w_i, vec(z)> / n) F(h)                                   (9)
                end: h of Eq. 8 with its own gains, D and U, and no final norm
