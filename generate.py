@@ -165,4 +165,4 @@ def generate(model, idx, max_new_tokens, **options):
 
 
 if __name__ == "__main__":
-    raise SystemExit("to sample: python eval.py --out_dir=out/default --what=sample")
+    print("to sample: python eval.py --out_dir=out/default --what=sample")

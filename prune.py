@@ -123,4 +123,4 @@ def names(indices, unit):
 
 
 if __name__ == "__main__":
-    raise SystemExit("to prune: python eval.py --out_dir=out/default --mod_rate=0.2")
+    print("to prune: python eval.py --out_dir=out/default --mod_rate=0.2")

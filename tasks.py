@@ -187,3 +187,7 @@ def show(report):
     for name, metrics in report.items():
         values = [f"{key} {value:.4f}" for key, value in metrics.items()]
         print(f"{name:<20}" + "  ".join(values))
+
+
+if __name__ == "__main__":
+    print("to run tasks: python eval.py --out_dir=out/default --what=tasks --limit=100")
