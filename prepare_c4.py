@@ -43,8 +43,10 @@ shard_tokens = 50_000_000  # tokens per shard
 workers: int | None = None  # processes that tokenise; None: one per core
 verify = False  # write nothing, only compare the shards in data_dir with their sha256 in meta.json
 
+LEAST = 257  # tokens of a split: one window of train.py's default block_size, and its last target
 RULES = (
-    ("max_tokens max_val_tokens shard_tokens workers", lambda v: v >= 1, "at least 1"),
+    ("max_tokens max_val_tokens shard_tokens", lambda v: v >= LEAST, f"at least {LEAST}"),
+    ("workers", lambda v: v >= 1, "at least 1"),
     ("val_share", lambda v: 0 <= v < 1, "at least 0 and below 1"),
 )
 FEW = 100  # with fewer documents, val_share is a share of each document
@@ -239,11 +241,13 @@ def write_split(name, files, part, limit, directory, meta, pool, workers):
         progress(name, total, share, (total - tokens_before) / (time.time() - began))
         if total >= most:
             break
-    progress(name, split["tokens"] + fill, 1.0, 0.0)
+    total = split["tokens"] + fill
+    progress(name, total, 1.0, 0.0)
     if "left_out" in split:
         print(f"\n{name}: left out {split['left_out']:,} documents that are in validation", end="")
-    if not split["tokens"] + fill:
-        raise SystemExit(f"\n{directory}: there is no text for {name}")
+    if total < LEAST:
+        few = f"{total} tokens for {name} are fewer than the {LEAST} of a window"
+        raise SystemExit(f"\n{directory}: {few}: give more text, or another --val_share")
     flush([len(files), 0, 0], complete=True)
     print(f"\n{name}: {split['tokens']:,} tokens in {len(split['shards'])} shards", flush=True)
 
@@ -258,7 +262,7 @@ def progress(name, tokens, share, rate):
 
 
 def open_meta(directory, name, encoding, settings, train, val):
-    """Write a new meta.json, or return the one in the directory if its settings are the same."""
+    """A new meta, or the one in the directory if its settings are the same."""
     path = os.path.join(directory, "meta.json")
     local = name.endswith((".tiktoken", ".json"))
     sources = ("source", "val_source", "val_share", "max_tokens", "max_val_tokens")
@@ -288,7 +292,6 @@ def open_meta(directory, name, encoding, settings, train, val):
     own = os.path.join(directory, meta["tokenizer"])
     if local and os.path.realpath(name) != os.path.realpath(own):
         shutil.copyfile(name, own)
-    data.write_json(path, meta)
     return meta
 
 

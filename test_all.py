@@ -1502,6 +1502,7 @@ def texts(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_c4, "encoding", data_file.get_tokenizer("bytes"), raising=False)
     here = lambda pool, jobs, n: map(prepare_c4.tokenise, jobs)
     monkeypatch.setattr(prepare_c4, "in_order", here)
+    monkeypatch.setattr(prepare_c4, "LEAST", 2)
     return tmp_path
 
 
@@ -1593,7 +1594,7 @@ def test_documents_of_validation_are_left_out_of_training(texts, capsys):
     expected = [*new[:10], *val[6:20], *new[10:], *val[20:]]
     assert documents_in(directory, "train") == expected
     shutil.copyfile("val.jsonl", "copy.jsonl")
-    with pytest.raises(SystemExit, match="there is no text for train"):
+    with pytest.raises(SystemExit, match="0 tokens for train are fewer"):
         make_data("empty", "--source=copy.jsonl", *argv)
     assert not data_file.read_meta("empty")["splits"]["train"]["complete"]
 
@@ -1661,29 +1662,35 @@ def test_a_shard_that_has_changed_is_found(data, tmp_path, capsys):
 @cases("argv, message", [
     ("--source=c4", "say how many you want with --max_tokens"),
     ("--source=none*.jsonl", "no file matches"), ("--source=bad.jsonl", "record 0 has no text"),
-    ("--source=a.jsonl --max_tokens=1e15", "GB are free"), ("--shard_tokens=0", "at least 1"),
-    ("--max_val_tokens=0", "at least 1"), ("--val_share=1.0", "at least 0 and below 1"),
-    ("--val_share=0", "no validation text"), ("--source=empty.jsonl", "there is no text for val"),
+    ("--source=a.jsonl --max_tokens=1e15", "GB are free"), ("--shard_tokens=0", "at least 257"),
+    ("--max_val_tokens=0", "at least 257"), ("--val_share=1.0", "at least 0 and below 1"),
+    ("--val_share=0", "no validation text"), ("--source=empty.jsonl", "0 tokens for val are fewer"),
     ("--tokenizer=gpt5", "choose bytes, a .tiktoken file, a tokenizer.json, or one of gpt2"),
     ("--tokenizer=my.tiktoken", "my.tiktoken: no such tokenizer file"),
     ("--tokenizer=bad.tiktoken", "bad.tiktoken: not lines of base64 and rank"),
     ("--tokenizer=empty.tiktoken", "empty.tiktoken: not lines of base64 and rank"),
     ("--source=a.jsonl --data_dir=made", "prepared with another made_from"),
     ("--source=cut.jsonl", "cut.jsonl cannot be read"), ("--workers=0", "at least 1"),
-    ("--source=latin.txt", "latin.txt cannot be read"), ("--source=nothing.jsonl", "no text for"),
+    ("--source=latin.txt", "latin.txt cannot be read"), ("--source=nothing.jsonl", "0 tokens"),
+    ("--source=two.txt", "2 tokens for val are fewer than the 257 of a window: give more text"),
+    ("--source=short.txt", "212 tokens for val"), ("--max_tokens=99", "at least 257"),
 ])  # fmt: skip
-def test_preparation_refuses_what_it_cannot_do(texts, argv, message):
+def test_preparation_refuses_what_it_cannot_do(texts, monkeypatch, argv, message):
     (texts / "bad.jsonl").write_text('{"body": "x"}\n')
     (texts / "cut.jsonl").write_text('{"text": "x"}\n{"text": "y')
     (texts / "bad.tiktoken").write_text("abc")
     (texts / "empty.tiktoken").write_text("")
     (texts / "latin.txt").write_bytes("Grüße".encode("latin1"))
     (texts / "nothing.jsonl").write_text("")
+    (texts / "two.txt").write_text("ab")
+    (texts / "short.txt").write_text("a" * 4220)
     write_jsonl(texts / "empty.jsonl", [""])
+    monkeypatch.setattr(prepare_c4, "LEAST", GPTConfig.block_size + 1)
     if "made" in argv:
         make_data("made", "--source=a.jsonl", "--tokenizer=bytes", "--val_share=0.3")
     with pytest.raises(SystemExit, match=re.escape(message)):
         make_data("new", "--tokenizer=bytes", *argv.split())
+    assert not glob.glob("new/*")
     if "made" not in argv:  # a folder without shards is free for the next attempt
         make_data("new", "--source=a.jsonl", "--tokenizer=bytes", "--val_share=0.3")
 
@@ -1695,6 +1702,7 @@ def test_windows_tile_each_shard_and_wide_vocabularies_get_wide_tokens(data):
     assert len(windows) == len(starts)
     assert all(np.array_equal(w, tokens[at : at + 33]) for w, at in zip(windows, starts))
     assert [data_file.token_dtype(n).itemsize for n in (65536, 65537)] == [2, 4]
+    assert prepare_c4.LEAST == GPTConfig.block_size + 1
 
 
 def test_batches_depend_only_on_seed_step_and_place_and_cover_an_epoch_once(data):
