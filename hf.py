@@ -377,27 +377,26 @@ def import_model(source, to, context=None):
 
 
 def family_of(c):
-    """(model_type, its own keys). Fails for a model that transformers has no class for."""
-    attention = c.attn_bias or ("all" if c.bias else "none")
+    """(model_type, its own keys). Fails with everything that transformers has no class for."""
+    attention, behind = c.attn_bias or ("all" if c.bias else "none"), c.residual == "outnorm"
     wanted = {"norm": "rms", "activation": "swiglu", "moe_experts": 0, "mod_rate": 0.0, "smear": 0}
     wanted |= {"value_embeds": False, "logit_cap": None, "branch_scale": "one"}
+    wanted |= {"qk_norm_joint": behind}
     own = {name: getattr(c, name) for name in wanted}
     missing = [f"{k}={own[k]!r} (only {value!r})" for k, value in wanted.items() if own[k] != value]
     if c.residual not in ("prenorm", "lns", "outnorm"):
         missing.insert(0, f"residual={c.residual!r} (only prenorm, lns, outnorm)")
+    if c.n_embd % c.n_head:
+        missing.append(f"n_head={c.n_head} (only divisors of n_embd={c.n_embd})")
+    if c.bias and (c.qk_norm or attention == "qkv"):
+        missing.append("bias=True (only False with qk_norm or attn_bias='qkv')")
+    if c.qk_norm and attention == "qkv":
+        missing.append("attn_bias='qkv' (only none or all with qk_norm)")
     if missing:
         fail(f"transformers has no class for {', '.join(missing)}")
-    if c.n_embd % c.n_head:
-        fail(f"transformers refuses n_embd={c.n_embd} with n_head={c.n_head}: give a multiple")
-    behind = c.residual == "outnorm"
-    if behind != c.qk_norm_joint or (c.qk_norm and c.bias) or (c.qk_norm and attention == "qkv"):
-        fail("transformers needs qk_norm_joint=True for outnorm, and False for prenorm and lns; "
-             "qk_norm=True needs bias=False, and attn_bias none or all")  # fmt: skip
     if c.qk_norm:
         return ("olmo2" if behind else "qwen3"), {"attention_bias": attention == "all"}
     if attention == "qkv":
-        if c.bias:
-            fail("transformers has no class for attn_bias='qkv' with bias=True")
         return "qwen2", {}
     return "llama", {"attention_bias": attention == "all", "mlp_bias": c.bias}
 

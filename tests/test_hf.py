@@ -97,8 +97,12 @@ def test_config_json_is_refused_by_the_name_of_the_key(keys, message):
     (dict(residual="nag"), "no class for residual='nag'"), (dict(activation="relu"), "activation"),
     (dict(residual="bhyt", smear=2), "bhyt' (only prenorm, lns, outnorm), smear=2 (only 0)"),
     (dict(moe_experts=4), "moe_experts=4"), (dict(qk_norm=True, bias=True), "qk_norm"),
-    (dict(residual="outnorm"), "for outnorm"), (dict(norm="layer"), "norm='layer'"),
-    (dict(logit_cap=5.0), "logit_cap=5.0"), (dict(attn_bias="qkv", bias=True), "attn_bias='qkv'"),
+    (dict(residual="outnorm"), "qk_norm_joint=False (only True)"), (dict(norm="layer"), "'layer'"),
+    (dict(qk_norm=True, attn_bias="qkv"), "attn_bias='qkv' (only none or all with qk_norm)"),
+    (dict(residual="nag", smear=2, n_head=7, head_dim=16, qk_norm=True, bias=True),
+     "nag' (only prenorm, lns, outnorm), smear=2 (only 0), n_head=7 (only divisors of n_embd=128),"
+     " bias=True"),
+    (dict(logit_cap=5.0), "logit_cap=5.0"), (dict(attn_bias="qkv", bias=True), "bias=True (only"),
 ])  # fmt: skip
 def test_models_that_transformers_lacks_are_refused(changes, message):
     refuses(message, hf.family_of, GPTConfig(**hf.SOURCE | changes))
