@@ -13,6 +13,7 @@ import math
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import socket
@@ -1901,14 +1902,21 @@ def test_stopped_and_resumed_equals_never_stopped(data, tmp_path, monkeypatch, c
 
 
 def test_a_run_says_what_happens_next(data, tmp_path, monkeypatch, capfd):
-    run = tmp_path / "run"
+    run = tmp_path / "my run"
     with monkeypatch.context() as patch:
         on_forward(patch, send_sigterm)
-        train(data, run)
-    assert "stopping after this step; a second Ctrl-C ends at once" in capfd.readouterr().err
-    resume(run)
+        patch.setattr(torch, "get_num_threads", lambda: 1)
+        train(data, run, n_hidden=40)
+    told, warned = capfd.readouterr()
+    assert "stopping after this step; a second Ctrl-C ends at once" in warned
+    assert ", 1 thread, float32" in told and " = 1 rank x 1 micro-step x 4 x 32\n" in told
+    assert "resumed" not in told
+    step, command = re.search(r"signal at step (\d), saved; to continue: (.*)\n", told).groups()
+    python, *argv = shlex.split(command)
+    script(*argv)
     told = capfd.readouterr().out
-    assert f"{run}/ckpt.pt is saved: python eval.py --out_dir={run}" in told
+    assert python == "python" and f"resumed at step {step} of {run}/ckpt.pt\n" in told
+    assert f"{run}/ckpt.pt is saved: python eval.py --out_dir='{run}'\n" in told
     assert "rises again" not in told and "compiling" not in told
     resume(run, max_iters=8)
     assert "the schedule now ends at step 8" in capfd.readouterr().out
@@ -2228,7 +2236,9 @@ def over_ranks(data, tmp_path_factory):
         train(data, at / "one", **how)
     ranks(data, at / "ddp", **how)
     ranks(data, at / "fsdp", **how, shard="fsdp", sigterm_to=1)
-    assert "stopped by a signal at step 2, saved" in open(at / "fsdp.rank0.txt").read()
+    told = open(at / "fsdp.rank0.txt").read()
+    command = f"torchrun --standalone --nproc_per_node=2 train.py --out_dir={at / 'fsdp'} --init"
+    assert f"stopped by a signal at step 2, saved; to continue: {command}" in told
     ranks(data, at / "fsdp", **how, shard="fsdp", init_from="resume")
     return at
 

@@ -367,7 +367,9 @@ def cut_log():
 def announce(header):
     """Print a summary of the header: settings, parameters, data, device and batch."""
     echo(settings)
-    if origin is not None and not going_on:
+    if going_on:
+        print(f"resumed at step {step} of {origin}")
+    elif origin is not None:
         print(f"fine-tuning {origin}: its learning rates decide those that are not given")
     counts = ", ".join(f"{count:,} {group}" for group, count in header["params"].items())
     print(f"parameters: {counts}")
@@ -375,10 +377,12 @@ def announce(header):
         for split, rows in (("train", train_windows), ("val", val_windows)):
             kept = f"{rows.kept} conversations in {len(rows)} rows"
             print(f"{split}: {kept}, {rows.cut} of them cut; {rows.dropped} too long")
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    some = lambda n, things: f"{n} {things}" + "s" * (n != 1)
+    threads = f", {some(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     print(f"{name_of_device}{threads}, {dtype}, compile={compile}")
-    batch = f"{world} ranks x {micro_steps} micro-steps x {sequences} x {config.block_size}"
-    print(f"{max_iters} steps of {flops_per_step:.3g} FLOPs and {tokens_per_step} tokens = {batch}")
+    batch = f"{some(world, 'rank')} x {some(micro_steps, 'micro-step')} x {sequences}"
+    batch = f"{tokens_per_step} tokens = {batch} x {config.block_size}"
+    print(f"{max_iters} steps of {flops_per_step:.3g} FLOPs and {batch}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -656,14 +660,16 @@ while not finished() and not stopped:
             save("newest")
 
 state = "not saved, because the last step was bad" if bad_steps else "saved"
+where = f"--out_dir={shlex.quote(out_dir)}"
 if is_main and stopped:
-    command = f"python train.py --out_dir={shlex.quote(out_dir)} --init_from=resume"
+    launcher = "python" if world == 1 else f"torchrun --standalone --nproc_per_node={world}"
+    command = f"{launcher} train.py {where} --init_from=resume"
     print(f"stopped by a signal at step {step}, {state}; to continue: {command}")
 elif is_main and bad_steps:
     print(f"the run ended at step {step}, {state}: the last good checkpoint is the newest")
 elif is_main:
     path = os.path.join(out_dir, checkpoint.NEWEST)
-    print(f"the run is complete, {path} is saved: python eval.py --out_dir={out_dir}")
+    print(f"the run is complete, {path} is saved: python eval.py {where}")
 if world > 1:
     dist.barrier()
     dist.destroy_process_group()
