@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import repeat
+from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
@@ -464,11 +465,22 @@ def gradients():
 
 
 def compiling(run):
-    """run(), which may compile; if the compiler fails, say how to do without it."""
+    """run(), which compiles in the first step: a line every 15 seconds shows that it goes on."""
+    done, began = Event(), time.monotonic()
+
+    def report():
+        while not done.wait(15):
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            print(f"{time.monotonic() - began:.0f} s, graphs so far: {graphs}")
+
+    if compile and is_main and step == first_step:
+        Thread(target=report, daemon=True).start()
     try:
         return run()
     except torch._dynamo.exc.TorchDynamoException as error:
         raise RuntimeError("torch.compile failed: try --compile=False") from error
+    finally:
+        done.set()
 
 
 def balance_load(good):
@@ -550,17 +562,19 @@ first_step = step
 
 def on_signal(number, frame):
     global stopping
-    if compile and step == first_step:  # it may take a minute, and there is nothing to save
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
     stopping = True
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if is_main:  # a print could interrupt another one
         os.write(2, b"\nstopping after this step; a second Ctrl-C ends at once\n")
 
 
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, on_signal)
+def on_signals(action):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, action)
+
+
+# while it compiles, a signal ends a run at once: there is nothing to save
+on_signals(signal.SIG_DFL if compile else on_signal)
 
 
 def finished():
@@ -595,8 +609,7 @@ if step == 0 and keep_interval:
     save("kept")
 log({"run": header})
 if compile and is_main and not finished():
-    print("compiling: about a minute, or several if the blocks differ in what they read or skip;")
-    print("for a short run, start again with --compile=False")
+    print("compiling: 20 seconds to several minutes; --compile=False is faster for a short run")
 if step == 0 and eval_interval:
     seen = compiling(validate)
     log({"step": 0, "tokens": 0, "flops": 0} | seen)
@@ -618,6 +631,8 @@ while not finished() and not stopped:
         opt.zero_grad(set_to_none=True)
     if good:
         model.after_step()
+    if compile and step == first_step:
+        on_signals(on_signal)
     step, flops = step + 1, flops + flops_per_step
     load = balance_load(good)
     busy += time.perf_counter() - began

@@ -6,7 +6,10 @@
 import glob
 import json
 import os
+import signal
 import sys
+import threading
+import time
 import weakref
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -35,6 +38,7 @@ from test_all import (
     cases,
     evaluated,
     log_of,
+    on_forward,
     refuses,
     slow,
     train,
@@ -423,6 +427,28 @@ def test_a_compiler_that_fails_says_how_to_do_without(data, tmp_path, monkeypatc
     for interval in (0, 5):  # the first step, and the evaluation before it
         with pytest.raises(RuntimeError, match="try --compile=False"):
             train(data, tmp_path / str(interval), compile=True, eval_interval=interval)
+
+
+def test_a_run_that_compiles_shows_signs_of_life_and_ends_at_once_on_ctrl_c(
+    data, tmp_path, monkeypatch, capsys
+):
+    wait, actions = threading.Event.wait, []
+
+    def takes_long(number, loss):
+        actions.append(signal.getsignal(signal.SIGINT))
+        time.sleep(0.05 if number == 1 else 0)
+        return loss
+
+    monkeypatch.setattr(threading.Event, "wait", lambda self, t=None: wait(self, t and 0.01))
+    monkeypatch.setattr(GPT, "compile_blocks", lambda model: None)
+    on_forward(monkeypatch, takes_long)
+    threads = threading.active_count()
+    train(data, tmp_path, compile=True, eval_interval=0)
+    told = capsys.readouterr().out
+    assert "--compile=False is faster for a short run\n0 s, graphs so far: " in told
+    assert "so far" not in told.split("step 2/6")[1]
+    assert threading.active_count() <= threads + 1  # the loader's
+    assert actions[0] == signal.SIG_DFL and all(map(callable, actions[1:]))
 
 
 @cases("path", [slow(path) if path.endswith("3b.py") else path for path in CONFIGS])
