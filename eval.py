@@ -249,7 +249,10 @@ def answers(parts, model, rows, encoding):
         show_depth(report)
         yield "depth", report
     if "mod" in parts:
-        report = depth.skipping(model, batches, begun_prompt(encoding)[: rows.T])
+        ids = begun_prompt(encoding)[: rows.T]
+        report = depth.skipping(model, batches, ids)
+        names = map(encoding.decode_single_token_bytes, ids)
+        report["characters"] = [name.decode(errors="replace") for name in names]
         padded = [*data.eval_batches(rows, places, batch_size, device)]
         report["causal loss"] = evaluate(model, padded)
         with mod.switched(model, "look_ahead"):

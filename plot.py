@@ -217,14 +217,14 @@ def losses_against(axes, runs, key, unit, label):
 # Figures from eval.json
 
 
-def measured(run, key):
-    """A measurement of a run, with a value for each block or sublayer."""
-    depth = read_eval(run, "depth")
-    if key not in depth:
+def measured(run, key, part="depth"):
+    """A measurement of a run, with a value for each block, sublayer or token."""
+    report = read_eval(run, part)
+    if key not in report:
         why = "its mode has no rotation" if key in ("a", "alpha") else "evaluate it again"
         why = "its mode has no sources" if key == "sources" else why
-        raise SystemExit(f"plot.py: {run}/eval.json has no {key} in its depth: {why}")
-    return depth[key]
+        raise SystemExit(f"plot.py: {run}/eval.json has no {key} in its {part}: {why}")
+    return report[key]
 
 
 def draw_depth(axes, runs, key, first=0, **style):
@@ -272,11 +272,14 @@ def sources(axes, runs):
 
 
 def token_map(axes, runs):
-    report = read_eval(runs[0], "mod")
-    axes.imshow(report["map"], aspect="auto", cmap="Greys", interpolation="nearest")
-    axes.set(yticks=range(len(report["where"])), yticklabels=report["where"])
+    shown, where, names = (measured(runs[0], key, "mod") for key in ("map", "where", "characters"))
+    axes.imshow(shown, aspect="auto", cmap="Greys", interpolation="nearest")
+    axes.set_yticks(range(len(where)), where)
+    names = [repr(name)[1:-1].replace(" ", "␣") for name in names]
+    axes.set_xticks(range(len(names)), names, fontsize=min(10, 500 / len(names)), parse_math=False)
+    for label in axes.get_xticklabels():
+        label.set_rotation(0 if len(label.get_text()) < 3 else 90)
     axes.set(xlabel="token (black: it ran)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def differences(path, rows, baseline, title=None):

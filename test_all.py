@@ -2585,6 +2585,7 @@ def test_eval_tells_who_skips_and_dials_the_rate(data, runs, monkeypatch, capsys
     skipped, loss = report["mod"], report["loss"]["loss"]
     assert skipped["where"] == ["attn 0", "mlp 0", "attn 1", "mlp 1"]
     assert skipped["tokens"] == [256, *b"import os"] and np.shape(skipped["map"]) == (4, 10)
+    assert skipped["characters"] == ["<|endoftext|>", *"import os"]
     assert skipped["causal loss"] == pytest.approx(loss, abs=1e-6) != skipped["look-ahead loss"]
     printed = capsys.readouterr().out
     assert len(skipped["skipped"]) == 4 and "this looks at later tokens" in printed
@@ -2738,6 +2739,10 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
 
     made, steps = {figure: drawn(figure) for figure in plot.FIGURES}, plot.steps_of(dense[0])
     assert all(len(png) > 5000 for png, _ in made.values())
+    axes = plot.canvas(7, 4)[1]
+    plot.token_map(axes, others["map"])
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    assert names == ["<|endoftext|>", "d", "e", "f", "␣"]
     rgb = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in plot.COLOURS.values()]
     assert min(math.dist(*pair) for pair in itertools.combinations(rgb, 2)) > 45
     assert plot.smoothed([4.0, 2.0]) == [4.0, 2.0] and plot.smoothed([1.0] * 99 + [3.0])[-1] == 2
