@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from attention import Attention
 from model import evaluate
+from moe import MoE
 from norms import upcast
 
 
@@ -112,7 +113,8 @@ def look(model, x, y):
     A quantity has one value per sublayer or block. The quantities of describe start with one more
     value, for the embedding. "mixing entropy" is that of the matrices that mix n streams. "sources"
     is a matrix: the weights that each sublayer, and last the head, gives to its sources. The oldest
-    source comes first, and later ones have weight 0.
+    source comes first, and later ones have weight 0. "load" is one too: in each block, the share of
+    the choices of all tokens that each expert gets.
     "before MLP" is the mean square before each MLP, "predicted" what BHyT takes for it, and R2 the
     share of its variance over tokens that this explains.
     """
@@ -145,6 +147,9 @@ def look(model, x, y):
                 seen["R2"].append(1 - error / measured.var(correction=0))
         else:
             describe(new, seen)
+            if isinstance(sublayer, MoE):
+                chosen = sublayer.route(h.flatten(0, -2))[1].flatten()
+                seen["load"].append(chosen.bincount(minlength=sublayer.E) / len(chosen))
             seen["cosine"].append(F.cosine_similarity(last, new, dim=-1).mean())
             last = new
     weights = model.ends.weights(stream)

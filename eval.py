@@ -174,6 +174,9 @@ def show_depth(report):
         print(f"{title:<9}" + "".join(f"  {name:>14}" for name in rows))
         for i, values in enumerate(zip(*rows.values())):
             print(f"{i:<9}" + "".join(f"  {v:>14.4g}" for v in values))
+    if "load" in report:
+        ends = ", ".join(f"{min(shares):.1%} to {max(shares):.1%}" for shares in report["load"])
+        print(f"least and most used expert of each block, share of the choices: {ends}")
     for name in ("norm and entropy", "norm and loss"):
         value = report[name]
         correlation = "none, all norms are equal" if value is None else f"{value:+.3f}"

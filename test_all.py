@@ -2536,6 +2536,20 @@ def test_a_block_that_does_nothing_is_not_missed_and_has_no_gradient(residual):
     assert norms[2] == pytest.approx(by_hand, rel=1e-5)
 
 
+def test_depth_shows_the_load_of_the_experts_that_training_counts(capsys):
+    model = shaken(tiny(moe_experts=4, n_layer=3))
+    batches = [(some_ids(rows, seed=rows), some_ids(rows)) for rows in (3, 1)]
+    for x, _ in batches:
+        model(x)  # in training
+    counted = torch.stack([layer.load for layer in moe.layers(model)]) / (4 * 32 * 2)
+    report = depth.depth(model.eval(), batches)
+    assert_close(torch.tensor(report["load"]), counted)
+    script_of = runpy.run_path(os.path.join(HERE, "eval.py"))
+    script_of["show_depth"](report | {"copying": [1.0, 1.0]})
+    ends = ", ".join(f"{row.min():.1%} to {row.max():.1%}" for row in counted)
+    assert f"of each block, share of the choices: {ends}\n" in capsys.readouterr().out
+
+
 @torch.no_grad()
 @every_mode
 def test_the_walk_is_the_forward_and_updates_are_measured_against_the_stream(residual):
