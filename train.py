@@ -378,6 +378,10 @@ def announce(header):
         for split, rows in (("train", train_windows), ("val", val_windows)):
             kept = f"{rows.kept} conversations in {len(rows)} rows"
             print(f"{split}: {kept}, {rows.cut} of them cut; {rows.dropped} too long")
+    a_step, rows = tokens_per_step // config.block_size, len(train_windows)
+    if a_step > rows:
+        often = f"each of the {rows} rows of training data comes {a_step / rows:.3g} times a step"
+        print(f"{often}: with --total_batch_tokens={rows * config.block_size} it comes once")
     some = lambda n, things: f"{n} {things}" + "s" * (n != 1)
     threads = f", {some(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     print(f"{name_of_device}{threads}, {dtype}, compile={compile}")

@@ -231,6 +231,17 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(
     refuses(f"belong to {base}/ckpt.pt, which is gone or has changed", load_model, run)
 
 
+def test_a_run_says_that_it_repeats_few_rows_in_each_step(data, runs, tmp_path, capsys):
+    how = dict(sft_data=write_conversations(tmp_path / "c.jsonl"), init_from=runs / "a")
+    train(data, tmp_path / "few", **how, max_iters=1)
+    told = capsys.readouterr().out
+    rows = int(re.search(r"train: \d+ conversations in (\d+) rows", told)[1])
+    assert "times a step" not in told
+    train(data, tmp_path / "often", **how, max_iters=1, total_batch_tokens=3 * 32 * rows)
+    often = f"each of the {rows} rows of training data comes 3 times a step"
+    assert f"{often}: with --total_batch_tokens={32 * rows} it" in capsys.readouterr().out
+
+
 def test_fine_tuning_over_two_ranks_equals_one_process(data, runs, tmp_path):
     how = dict(sft_data=write_conversations(tmp_path / "c.jsonl"), init_from=runs / "a")
     how |= dict(lora_rank=4, learning_rate=1e-2, total_batch_tokens=64)
