@@ -83,11 +83,6 @@ def header_of(run):
     return next(line["run"] for line in lines_of(run) if "run" in line)
 
 
-def read_log(run):
-    """(settings, records) of a run, one record per logged step."""
-    return header_of(run)["settings"], [line for line in lines_of(run) if "step" in line]
-
-
 def read_eval(run, part):
     report = json.load(need(os.path.join(run, "eval.json")))
     if part not in report:
@@ -112,13 +107,23 @@ def refuse_mixed_data(runs):
 def steps_of(run):
     """Records of a run from step 1 on, each with the training seconds so far.
 
-    If the run is compiled, its first interval counts at the median speed: it includes compilation.
+    After each start of a compiled run, the first interval counts at the median speed: it includes
+    compilation.
     """
-    steps = [record for record in read_log(run)[1] if record["step"]]
+    steps, slow, compiles = [], [], False
+    for line in lines_of(run):
+        if "run" in line:
+            compiles = line["run"]["resolved"]["compile"]
+        elif line["step"]:
+            steps.append(line)
+            slow += [line] * compiles
+            compiles = False
+    if len(steps) > len(slow):
+        speed = statistics.median(step["tok_s"] for step in steps if step not in slow)
+        for record in slow:
+            record["tok_s"] = speed
     header = header_of(run)
     seconds, tokens = 0.0, header["from_step"] * header["tokens_per_step"]  # a branch starts late
-    if header["resolved"]["compile"] and len(steps) > 1:
-        steps[0]["tok_s"] = statistics.median(record["tok_s"] for record in steps[1:])
     for record in steps:
         seconds += (record["tokens"] - tokens) / record["tok_s"]
         tokens = record["tokens"]
@@ -133,11 +138,12 @@ def steps_of(run):
 def grouped(runs):
     """Group runs that differ only in the seed: {label: (mode, runs)}.
 
-    A label has the mode, the share of tokens that skip, and the settings in which the runs of this
-    mode differ.
+    A label has the mode, the share of tokens that skip and their router, and the settings in which
+    the runs of this mode differ.
     """
+    shown = {"seed", "out_dir", "mod_on", "mod_rate", "mod_router"}  # or not of interest
     scratch = dict.fromkeys(("scratch", "auto", "resume"), {"init_from": "scratch"})
-    settings = {run: read_log(run)[0] for run in runs}
+    settings = {run: header_of(run)["settings"] for run in runs}
     settings = {run: own | scratch.get(own.get("init_from"), {}) for run, own in settings.items()}
     groups = {}
     for run, own in settings.items():
@@ -145,9 +151,10 @@ def grouped(runs):
         same_mode = [other for other in settings.values() if other["residual"] == mode]
         # Older logs do not have newer settings.
         values = {key: {str(s[key]) for s in same_mode if key in s} for key in own}
-        differs = [key for key in own if len(values[key]) > 1 and key not in ("seed", "out_dir")]
-        skips = own.get("mod_on", "none") != "none"
-        skipped = [f"{own['mod_rate']:.0%} skip {own['mod_on']}"] if skips else []
+        differs = [key for key in own if len(values[key]) > 1 and key not in shown]
+        skipped = []
+        if own.get("mod_on", "none") != "none":
+            skipped = [f"{own['mod_rate']:.0%} skip {own['mod_on']} ({own['mod_router']} router)"]
         label = ", ".join([mode, *skipped, *(f"{key}={own[key]}" for key in differs)])
         groups.setdefault(label, (mode, []))[1].append(run)
     return groups

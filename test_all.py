@@ -2770,6 +2770,7 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
         steps[2]["seconds"] - steps[1]["seconds"]
     )
     assert {k: len(v[1]) for k, v in plot.grouped(dense).items()} == {"nag": 2, "lns": 1}
+    assert [*plot.grouped([str(runs / "d")])] == ["bhyt, 30% skip both (learned router)"]
     refuses("nowhere/log.jsonl is missing", plot.main, "loss", x, "nowhere")
     refuses("no figure 'lss': choose one of loss", plot.main, "lss", x, *dense)
     refuses("map shows one run, not 3", plot.main, "map", x, *dense)
@@ -2816,15 +2817,16 @@ def test_a_run_says_what_to_do_on_a_busy_machine(data, tmp_path, monkeypatch, ca
     assert ("OMP_NUM_THREADS=1" in capsys.readouterr().out) == warned
 
 
-@cases("compiled, first", [(True, 10 / 7.5), (False, 10)])
-def test_the_time_of_a_run_leaves_out_compilation(tmp_path, compiled, first):
+@cases("compiled, expected", [(True, [2, 1, 2, 2, 2]), (False, [10, 1, 2, 5, 2])])
+def test_the_time_of_a_run_leaves_out_compilation(tmp_path, compiled, expected):
     header = {"from_step": 0, "tokens_per_step": 10, "resolved": {"compile": compiled}}
-    speeds = [(1, 1), (2, 10), (3, 5)]  # step, tokens a second since the last record
+    speeds = [(1, 1), (2, 10), (3, 5), (4, 2), (5, 5)]  # step, tokens a second since the last one
+    start = {"run": header | {"settings": {}}}
     records = [{"step": step, "tokens": 10 * step, "tok_s": speed} for step, speed in speeds]
-    lines = [{"run": header | {"settings": {}}}, *records]
+    lines = [start, *records[:3], start, *records[3:]]  # resumed at step 3
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     seconds = [record["seconds"] for record in plot.steps_of(tmp_path)]
-    assert seconds == pytest.approx([first, first + 1, first + 3])
+    assert seconds == pytest.approx([*itertools.accumulate(expected)])
 
 
 @cases("name", ["plot.py", "lora.py", "convert.py"])
