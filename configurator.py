@@ -189,7 +189,7 @@ def check(settings, rules, error=SystemExit):
 def usage(text, argv, fits):
     """For scripts without settings: print the text if asked to, or if the arguments do not fit."""
     asked = bool({"-h", "--help"} & {*argv})
-    if asked or not fits:
+    if asked or not fits or "" in argv:
         print(text.strip(), file=sys.stdout if asked else sys.stderr)
         raise SystemExit(not asked)
 

@@ -54,12 +54,18 @@ def atomic(path):
     Its name is unique, so that two processes cannot mix what they write. It removes those that
     killed processes left; if another process still writes one, the rename there fails.
     """
+    if not path or os.path.isdir(path):
+        raise SystemExit(f"{path!r} is not the name of a file")
     for unfinished in glob.glob(f"{glob.escape(path)}.????????.tmp"):
         with suppress(FileNotFoundError):  # another process has just renamed or removed it
             os.remove(unfinished)
     temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
     try:
-        with open(temporary, "wb") as file:
+        file = open(temporary, "wb")
+    except OSError as error:
+        raise SystemExit(f"{path} cannot be written: {error.strerror}") from None
+    try:
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -73,6 +79,17 @@ def atomic(path):
 def write_json(path, value):
     with atomic(path) as file:
         file.write(json.dumps(value, indent=1).encode())
+
+
+def read_json(path):
+    """The table of keys in a file."""
+    try:
+        value = json.load(open(path, encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise SystemExit(f"{path} is not a table of keys")
+    return value
 
 
 def file_sha256(path):
@@ -164,7 +181,7 @@ class JsonTokenizer:
         found = {"eos": None, "bos": None}
         for name, key in (("tokenizer_config.json", "{}_token"), ("config.json", "{}_token_id")):
             path = os.path.join(os.path.dirname(self.path), name)
-            given = json.load(open(path)) if os.path.exists(path) else {}
+            given = read_json(path) if os.path.exists(path) else {}
             for kind in found if given else ():
                 value = given.get(key.format(kind))
                 value = value["content"] if isinstance(value, dict) else value

@@ -10,7 +10,6 @@ It prints each part and writes the numbers to eval.json in out_dir.
 
 import codecs
 import copy
-import json
 import math
 import os
 import sys
@@ -394,7 +393,7 @@ def main():
     path = os.path.join(out_dir, "eval.json")
     report = {"checkpoint": os.path.basename(state["path"]), "step": state["step"]}
     if os.path.exists(path):  # keep earlier parts if they belong to the same checkpoint
-        old = json.load(open(path))
+        old = data.read_json(path)
         report = old if old.items() >= report.items() else report
     how = settings | {"data": None if windows is None else windows.sha256}
     report["settings"] = report.get("settings", {}) | dict.fromkeys([*parts, *dialled], how)

@@ -21,7 +21,6 @@ It copies the model's tokenizer.json, but cannot make one from "bytes" or a toke
 This needs the package safetensors, and tokenizers to read a tokenizer.json.
 """
 
-import json
 import math
 import os
 import re
@@ -39,6 +38,7 @@ from data import (
     is_imported,
     make_folder,
     meta_tokenizer,
+    read_json,
     write_json,
 )
 from model import GPT, GPTConfig
@@ -291,16 +291,6 @@ def opened(path):
         fail(f"{path} is not a complete .safetensors file: {error}")
 
 
-def read_json(path):
-    try:
-        value = json.load(open(path, encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        fail(f"{path}: {error}")
-    if not isinstance(value, dict):
-        fail(f"{path} is not a table of keys")
-    return value
-
-
 # ------------------------------------------------------------------------------------------------
 # Import
 
@@ -484,7 +474,7 @@ def special_tokens(encoding):
 
 
 def main(argv):
-    words = [arg for arg in argv if not arg.startswith("--")]
+    words = [arg for arg in argv if arg and not arg.startswith("--")]
     given = [arg for arg in argv if arg.startswith("--")]
     configure(globals(), argv=given)
     if len(words) == 2 and words[0] == "import":

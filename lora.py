@@ -136,8 +136,8 @@ def read_conversations(source):
     try:
         if os.path.exists(source):
             records = map(parsed, filter(str.strip, [*open(source, encoding="utf-8")]))
-        elif str(source).endswith((".json", ".jsonl")):
-            raise SystemExit(f"{source}: no such file")
+        elif "/" not in str(source) or str(source).endswith((".json", ".jsonl")):
+            raise SystemExit(f"sft_data={str(source)!r}: no such file, and no OWNER/NAME")
         else:
             from datasets import load_dataset
 

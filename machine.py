@@ -54,7 +54,7 @@ def prepare_process(device):
     thousands of page faults in a training step. Two thresholds make glibc keep the memory.
     """
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's has no buffer
-        sys.stdout.reconfigure(line_buffering=True)  # also in a pipe
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")  # also in a pipe
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)

@@ -31,6 +31,7 @@ from contextlib import suppress
 from functools import partial
 
 from configurator import usage
+from data import atomic, read_json
 
 # Colours of Okabe and Ito, and of Tol, which colour-blind readers can tell apart.
 COLOURS = {
@@ -69,22 +70,25 @@ def canvas(width, height, font=10):
 def need(path):
     if not os.path.exists(path):
         raise SystemExit(f"plot.py: {path} is missing")
-    return open(path)
+    return path
 
 
 def lines_of(run):
     """The lines of a run's log, without those that a crash has damaged."""
-    for line in need(os.path.join(run, "log.jsonl")):
+    for line in open(need(os.path.join(run, "log.jsonl"))):
         with suppress(ValueError):
             yield json.loads(line)
 
 
 def header_of(run):
-    return next(line["run"] for line in lines_of(run) if "run" in line)
+    for line in lines_of(run):
+        if "run" in line:
+            return line["run"]
+    raise SystemExit(f"plot.py: {run}/log.jsonl is no log of train.py")
 
 
 def read_eval(run, part):
-    report = json.load(need(os.path.join(run, "eval.json")))
+    report = read_json(need(os.path.join(run, "eval.json")))
     if part not in report:
         command = f"python eval.py --out_dir={run} --what={part}"
         if part == "mod":
@@ -364,8 +368,6 @@ def main(figure, out, *runs):
     if figure not in FIGURES:
         figures = ", ".join(FIGURES)
         raise SystemExit(f"plot.py: there is no figure {figure!r}: choose one of {figures}")
-    if not os.path.isdir(os.path.dirname(out) or "."):
-        raise SystemExit(f"plot.py: there is no folder {os.path.dirname(out)}")
     if figure in OF_ONE and len(runs) > 1:
         raise SystemExit(f"plot.py: the figure {figure} shows one run, not {len(runs)}")
     refuse_mixed_data(runs)
@@ -375,8 +377,9 @@ def main(figure, out, *runs):
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False)
     stem = os.path.splitext(out)[0]
-    fig.savefig(stem + ".png", dpi=150, metadata={"Software": None})
-    fig.savefig(stem + ".svg", metadata={"Date": None})
+    with atomic(stem + ".png") as png, atomic(stem + ".svg") as svg:
+        fig.savefig(png, format="png", dpi=150, metadata={"Software": None})
+        fig.savefig(svg, format="svg", metadata={"Date": None})
     print(f"{stem}.png {stem}.svg")
 
 

@@ -2139,6 +2139,8 @@ BAD_INPUT = {
         ("--shard=fsdp", "needs several proc"), ("--val_part=half", "must be all, tune or report"),
         ("--device=tpu", "must be auto, cpu, mps"), ("--device=mps", "torch sees no Apple GPU"),
         ("--batch_size=0", "must be above 0"), ("--flops_budget=0", "must be above 0"),
+        ("--block_size=0", "must be above 0"), ("--seed=1e30", "must be below 2**63"),
+        ("--out_dir=", "out_dir is empty: give a folder"), ("nope.py", "no such config file"),
         ("--total_batch_tokens=-128", "must be above 0"), ("--seed=-1", "must be at least 0"),
         ("--warmup_iters=1.5", "must be whole steps, or a share of all below 1"),
         ("--min_lr=1.0", "must be from 0 to learning_rate"),
@@ -2175,6 +2177,8 @@ BAD_INPUT = {
         ("--what=size,memory", "size goes alone"),
         ("--rounds=1", "at least 2"), ("--rates=2", "shares below 1"), ("--ranks=0", "above 0"),
         ("--new_tokens=a", "numbers above 0"), ("--batches_of=0", "numbers above 0"),
+        ("--what=size --out=", "'' is not the name of a file"),
+        (f"--what=size --out={HERE}", "is not the name of a file"),
     ],
 }  # fmt: skip
 
@@ -2774,7 +2778,12 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
     refuses("nowhere/log.jsonl is missing", plot.main, "loss", x, "nowhere")
     refuses("no figure 'lss': choose one of loss", plot.main, "lss", x, *dense)
     refuses("map shows one run, not 3", plot.main, "map", x, *dense)
-    refuses("there is no folder nowhere", plot.main, "loss", "nowhere/x.png", *dense)
+    refuses("nowhere/x.png cannot be written: No such", plot.main, "loss", "nowhere/x.png", *dense)
+    for name, why in (("log.jsonl", "is no log of train.py"), ("eval.json", "Expecting value")):
+        (tmp_path / name).write_text("torn")
+        refuses(f"{tmp_path}/{name}", plot.main, "loss" if "log" in name else "norm", x, tmp_path)
+        refuses(why, plot.main, "loss" if "log" in name else "norm", x, tmp_path)
+        shutil.copy(runs / "a" / "log.jsonl", tmp_path)
     refuses("no alpha in its depth: its mode has no rotation", plot.main, "alpha", x, dense[2])
     refuses("no sources in its depth: its mode has no sources", plot.main, "sources", x, dense[2])
 
@@ -2831,7 +2840,7 @@ def test_the_time_of_a_run_leaves_out_compilation(tmp_path, compiled, expected):
 
 @cases("name", ["plot.py", "lora.py", "convert.py"])
 def test_scripts_without_settings_print_their_help(name, capsys):
-    for argv, status in ((["--help"], 0), ([], 1)):
+    for argv, status in ((["--help"], 0), ([], 1), (["loss", "", "x"], 1)):
         with pytest.raises(SystemExit) as stop:
             script(name, *argv)
         assert bool(stop.value.code) == bool(status)
@@ -2844,7 +2853,14 @@ def test_a_folder_that_cannot_be_made_is_one_line(data, tmp_path):
     why = f"{where}: no folder can be made there: Not a directory"
     refuses(why, train, data, where)
     refuses(why, make_data, where, "--source=README.md", "--tokenizer=bytes")
-    refuses("out_dir is empty: give a folder", train, data, "")
+
+
+def test_a_damaged_eval_json_is_not_overwritten(runs, tmp_path):
+    shutil.copy(runs / "a" / "ckpt.pt", tmp_path)
+    for text, why in (("torn", "eval.json: Expecting value"), ("[]", "is not a table of keys")):
+        (tmp_path / "eval.json").write_text(text)
+        refuses(why, evaluated, tmp_path, "sample", max_new_tokens=1)
+        assert (tmp_path / "eval.json").read_text() == text
 
 
 @cases("name", ["generate.py", "prune.py", "depth.py", "tasks.py"])

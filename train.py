@@ -104,7 +104,7 @@ def fail(message):
 MAX_BAD_STEPS = 5  # stop after so many steps in a row with a non-finite loss or gradient
 WANDB_PROJECT = "residual"
 ABOVE_0 = "max_iters batch_size log_interval loss_chunk learning_rate eval_tokens flops_budget"
-ABOVE_0 += " total_batch_tokens wsd_share"
+ABOVE_0 += " total_batch_tokens wsd_share block_size"
 AT_LEAST_0 = "seed weight_decay grad_clip gate_lr embed_lr head_lr warmup_iters alpha_warmup_iters"
 AT_LEAST_0 += " eval_interval save_interval keep_interval lora_rank"
 RULES = (
@@ -115,6 +115,7 @@ RULES = (
     (ABOVE_0, lambda v: v > 0, "above 0"),
     (AT_LEAST_0, lambda v: v >= 0, "at least 0"),
     ("wsd_share", lambda v: v <= 1, "at most 1"),
+    ("seed", lambda v: v < 2**63, "below 2**63"),
     ("warmup_iters", lambda v: v < 1 or v == round(v), "whole steps, or a share of all below 1"),
     ("min_lr", lambda v: 0 <= v <= learning_rate, "from 0 to learning_rate"),
 )

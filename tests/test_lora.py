@@ -123,7 +123,8 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
     path.write_bytes(b'{"conversations": ["\xff", "b"]}')
     refuses("c.jsonl cannot be read", packed, "val")
     path.unlink()
-    refuses("c.jsonl: no such file", packed, "val")
+    refuses("c.jsonl': no such file", packed, "val")
+    refuses("sft_data='': no such file, and no OWNER/NAME", lora.split_conversations, "", "val")
 
 
 @cases("n, val", [(2, 1), (16, 2), (30, 3)])
