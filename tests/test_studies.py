@@ -783,6 +783,18 @@ def test_a_design_without_results_changes_only_the_number_of_designs(toy_mode):
     test_readme_has_a_row_for_each_judged_mode()
 
 
+def test_readme_quotes_the_races_with_others_as_measured():
+    speed, readme = study.ROOT / "results" / "speed", " ".join(pages()["README.md"].split())
+    ends = r"nanochat's .* ended at (\S+) after (\d+) s, .* (\S+) after (\d+) s\."
+    theirs, at, ours, end = re.search(ends, readme).groups()
+    race = (speed / "nanochat_8x128.txt").read_text()
+    assert re.search(rf"^nanochat at 1: {theirs} after \d+ steps, {at} s$", race, re.M)
+    assert re.search(rf"^ours: {ours} after \d+ steps, {end} s$", race, re.M)
+    steps = re.search(r"step took (\S+) ms, and our pre-norm's (\S+) ms", readme).groups()
+    race = (speed / "nanogpt_8x128.txt").read_text()
+    assert steps == re.search(r"bf16 compiled +(\S+) ms.*prenorm +(\S+) ms", race, re.S).groups()
+
+
 def test_readme_has_a_row_for_each_judged_mode():
     """A design without results may have one."""
     readme = pages()["README.md"]
