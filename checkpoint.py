@@ -110,8 +110,7 @@ def load_model(path, device="cpu"):
     try:
         model = GPT(GPTConfig(**state["config"]))
     except ValueError as error:  # older code allowed it
-        refused = f"{state['path']}: this code refuses its settings ({error})"
-        raise SystemExit(f"{refused}: {USE_ITS_CODE}") from None
+        raise SystemExit(f"{state['path']} is refused ({error}): {USE_ITS_CODE}") from None
     model.loss_chunk = state["settings"].get("loss_chunk")
     load_weights(model, state)
     model.refresh()
@@ -153,8 +152,7 @@ def find_start(out_dir, init_from, branch_from):
     """(the checkpoint that a run starts from or None, whether the run resumes), for train.py."""
     scratch = init_from in ("scratch", "auto")
     if branch_from is not None and not scratch:
-        starts = f"branch_from starts a new run, and so does init_from={init_from!r}"
-        raise SystemExit(f"{starts}: set only one of them")
+        raise SystemExit(f"branch_from starts a new run, so init_from={init_from!r} cannot be set")
     if init_from == "resume" or (init_from == "auto" and newest(out_dir) is not None):
         return load(out_dir), True
     source = branch_from if scratch else init_from
@@ -172,8 +170,7 @@ def inherit(saved, settings, given, going_on):
     old = settings | dict.fromkeys(RATES) | saved["settings"] | saved["config"]
     if going_on:
         if "tokens_per_step" not in saved:
-            asks = "give it as init_from, with another out_dir"
-            raise SystemExit(f"{saved['path']} has no optimizer state: {asks}")
+            raise SystemExit(f"{saved['path']} has no optimizer state: give it as init_from")
         kept = {key: old[key] for key in settings}
         fixed = FIXED | (MODEL_SETTINGS - {"dropout"})
     else:

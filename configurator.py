@@ -62,8 +62,7 @@ def configure(namespace, *dataclasses, argv, unused=()):
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0)
             nearest = f"; the nearest is {near[0]!r}" if near else ""
-            unknown = f"{source}: there is no setting {key!r}{nearest}"
-            raise SystemExit(f"{unknown}; --help lists them all")
+            raise SystemExit(f"{source}: there is no setting {key!r}{nearest}; --help lists all")
         given[key] = convert(source, key, value, known[key].types)
     values = defaults | given
     namespace.update({key: values[key] for key in own})
@@ -153,9 +152,8 @@ def read_file(path, outer=()):
             (target,) = node.targets
             key, value = target.id, value_of(node.value)
         except (AttributeError, ValueError, TypeError, KeyError, ArithmeticError):
-            line = f"{path}, line {node.lineno}"
-            got = ast.unparse(node)
-            raise SystemExit(f"{line}: expected key = literal, got {got!r}") from None
+            got = f"line {node.lineno}: expected key = literal, got {ast.unparse(node)!r}"
+            raise SystemExit(f"{path}, {got}") from None
         if key == "include":
             included = os.path.join(os.path.dirname(path), str(value))
             yield from read_file(included, (*outer, path))

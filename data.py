@@ -127,9 +127,8 @@ def get_tokenizer(name):
             name, pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={EOT: eot}
         )
     if name not in tiktoken.list_encoding_names():
-        names = ", ".join(tiktoken.list_encoding_names())
-        files = "a .tiktoken file, a tokenizer.json"
-        raise SystemExit(f"tokenizer={name!r}: choose bytes, {files}, or one of {names}")
+        others = ", ".join((".tiktoken or .json file", *tiktoken.list_encoding_names()))
+        raise SystemExit(f"tokenizer={name!r}: choose bytes, a {others}")
     try:
         return tiktoken.get_encoding(name)
     except OSError as error:  # of the package requests
@@ -419,8 +418,7 @@ class Windows:
         self.sha256 = hashlib.sha256(hashes.encode()).hexdigest()  # of the content of the split
         self.ends = np.cumsum([(len(shard) - 1) // T for shard in self.shards], dtype=np.int64)
         if not len(self.ends) or self.ends[-1] == 0:
-            short = f"{directory}: {split} is shorter than one window of {T} + 1 tokens"
-            raise SystemExit(f"{short}: prepare more text, or lower block_size")
+            raise SystemExit(f"{directory}: {split} is shorter than one window: lower block_size")
 
     def __len__(self):
         return int(self.ends[-1])
@@ -428,8 +426,7 @@ class Windows:
     def refuse_other_tokenizer(self, meta):
         """Exit with a message if the checkpoint with this meta has another tokenizer."""
         if meta["tokenizer_sha256"] not in (None, self.meta["tokenizer_sha256"]):
-            of = f"the tokenizer of {self.directory}"
-            raise SystemExit(f"{of} is not the one that the checkpoint was trained with")
+            raise SystemExit(f"{self.directory}: the checkpoint was trained with another tokenizer")
 
     def verify(self):
         """Compare every shard of the folder with its sha256, in a thread. Returns the thread.

@@ -333,8 +333,7 @@ def choose_parts(model, settings, has_shards):
     used_by["text"] = ("loss", "depth", "mod")
     for key, users in used_by.items():
         if settings[key] is not None and not set(users) & set(parts):
-            asked = f"which what={what!r} does not include"
-            raise SystemExit(f"{key}={settings[key]!r} is for {' or '.join(users)}, {asked}")
+            raise SystemExit(f"{key}={settings[key]!r} is for {' or '.join(users)}, not {what=}")
     return parts
 
 
@@ -379,8 +378,7 @@ def main():
     parts = choose_parts(model, settings, windows is not None)
     refuse_unused(model, given)
     if {*parts} - {"sample", "tasks"} and depth.leak(model) > 1e-3:
-        why = "logits change with later tokens, or are not finite"
-        raise SystemExit(f"not causal: {why}, so no loss means anything")
+        raise SystemExit("not causal: logits change with later tokens, or are not finite")
     rows, dialled, T = windows, {}, context or model.config.block_size
     if text is not None:
         rows = TextWindows(texts, encoding, T, eval_tokens)

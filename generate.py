@@ -56,8 +56,7 @@ class KVCache:
 def sample(logits, temperature, top_k, top_p):
     """Sample one id per row: (B, V) -> (B, 1)."""
     if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and top_p <= 0):
-        given = f"{temperature=}, {top_k=}, {top_p=}"
-        raise ValueError(f"{given}: temperature is at least 0, top_k at least 1, top_p above 0")
+        raise ValueError(f"{temperature=} is below 0, {top_k=} below 1 or {top_p=} not above 0")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature
@@ -123,14 +122,7 @@ def threads(count):
 
 @torch.inference_mode()
 def stream_tokens(
-    model,
-    idx,
-    max_new_tokens,
-    temperature=1.0,
-    top_k=None,
-    top_p=None,
-    n_vocab=None,
-    compile=False,
+    model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, n_vocab=None, compile=False
 ):
     """Yield the next token of each row of idx (B, T), as (B, 1), up to max_new_tokens times.
 

@@ -30,17 +30,9 @@ from dataclasses import asdict
 import torch
 
 import checkpoint
+import data
 from attention import head_width
 from configurator import configure
-from data import (
-    fingerprint,
-    get_tokenizer,
-    is_imported,
-    make_folder,
-    meta_tokenizer,
-    read_json,
-    write_json,
-)
 from model import GPT, GPTConfig
 
 out_dir = "out"  # import: folder for the checkpoint
@@ -96,10 +88,10 @@ class Keys(dict):
     """The keys of config.json that are not used yet."""
 
     def take(self, key, default=None):
-        value = self.pop(key, None)
-        if value is None and default is None:
+        value = self.maybe(key, default)
+        if value is None:
             fail(f"config.json has no {key}")
-        return default if value is None else value
+        return value
 
     def maybe(self, key, default=None):
         value = self.pop(key, None)
@@ -158,8 +150,7 @@ def context_length(keys, family, context):
     if context > longest:
         fail(f"block_size={context}: max_position_embeddings is {longest}")
     if slides and window is not None and context > window:
-        longer = f"is shorter than the context of {context} tokens"
-        fail(f"sliding_window={window} {longer}: give --block_size={window}")
+        fail(f"sliding_window={window} is shorter than the context: give --block_size={window}")
     unknown = set(layers) - {"full_attention", "sliding_attention"}
     if unknown:
         fail(f"layer_types has {', '.join(sorted(unknown))}: only attention can be imported")
@@ -234,7 +225,7 @@ def list_files(folder):
     index = os.path.join(folder, "model.safetensors.index.json")
     single = os.path.join(folder, "model.safetensors")
     if os.path.exists(index):
-        where = read_json(index).get("weight_map")
+        where = data.read_json(index).get("weight_map")
         if not isinstance(where, dict) or not where:
             fail(f"{index} has no weight_map")
         for name in where.values():
@@ -270,11 +261,9 @@ def read_tensors(folder, wanted):
                 name, shape = by_name[other]
                 part = file.get_slice(other)
                 if tuple(part.get_shape()) != shape:
-                    given = f"{other} has the shape {part.get_shape()}"
-                    fail(f"{path}: {given}, config.json asks for {[*shape]}")
+                    fail(f"{path}: {other} is {part.get_shape()}, config.json says {[*shape]}")
                 if part.get_dtype() not in DTYPES:
-                    of = f"{other} has the dtype {part.get_dtype()}"
-                    fail(f"{path}: {of}: choose one of {', '.join(DTYPES)}")
+                    fail(f"{path}: {other} is {part.get_dtype()}, not one of {', '.join(DTYPES)}")
                 tensors[name] = file.get_tensor(other)
     missing = sorted(other for name, (other, _) in wanted.items() if name not in tensors)
     if missing:
@@ -316,12 +305,12 @@ def tokenizer_meta(folder, config):
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(path):
         return {"tokenizer": None, "tokenizer_sha256": None, "vocab_size": config.vocab_size}
-    encoding = get_tokenizer(path)
+    encoding = data.get_tokenizer(path)
     if encoding.n_vocab > config.vocab_size:
         fail(f"{path} has {encoding.n_vocab} tokens, the model only {config.vocab_size}")
     return {
         "tokenizer": "tokenizer.json",
-        "tokenizer_sha256": fingerprint(encoding).hex(),
+        "tokenizer_sha256": data.fingerprint(encoding).hex(),
         "vocab_size": encoding.n_vocab,
         "eot": encoding.eot_token,
         "bos": encoding.bos_token,
@@ -337,7 +326,7 @@ def import_model(source, to, context=None):
     if os.path.exists(os.path.join(to, "config.json")):
         fail(f"{to} holds a model of Hugging Face: give another --out_dir")
     folder = folder_of(source)
-    keys = read_json(os.path.join(folder, "config.json"))
+    keys = data.read_json(os.path.join(folder, "config.json"))
     config = to_settings(keys, context)
     wanted = file_names(config)
     tensors = read_tensors(folder, wanted)
@@ -350,11 +339,11 @@ def import_model(source, to, context=None):
     settings = {"data_dir": None, "loss_chunk": 2048}
     state = {"config": asdict(config), "settings": settings, "meta": meta, "step": 0}
     state["model"] = tensors
-    make_folder(to)
+    data.make_folder(to)
     if meta["tokenizer"]:
         checkpoint.copy_tokenizer(folder, to, names=["tokenizer.json"])
-        special = special_tokens(meta_tokenizer(to, meta))
-        write_json(os.path.join(to, "tokenizer_config.json"), special)
+        special = special_tokens(data.meta_tokenizer(to, meta))
+        data.write_json(os.path.join(to, "tokenizer_config.json"), special)
     path = os.path.join(to, checkpoint.NEWEST)
     checkpoint.save(path, state)
     count = sum(math.prod(shape) for _, shape in wanted.values())
@@ -440,14 +429,14 @@ def export_model(path, folder):
     dtype = next(iter(tensors.values())).dtype
     keys = to_keys(config, hidden, state["meta"], dtype)
     encoding = tokenizer_of(state)
-    make_folder(folder)
+    data.make_folder(folder)
     file = os.path.join(folder, "model.safetensors")
     library.torch.save_file(tensors, file + ".tmp", metadata={"format": "pt"})
     os.replace(file + ".tmp", file)
     if encoding is not None:
         checkpoint.copy_tokenizer(os.path.dirname(encoding.path), folder, names=["tokenizer.json"])
-        write_json(os.path.join(folder, "tokenizer_config.json"), special_tokens(encoding))
-    write_json(os.path.join(folder, "config.json"), keys)  # last: it marks a complete export
+        data.write_json(os.path.join(folder, "tokenizer_config.json"), special_tokens(encoding))
+    data.write_json(os.path.join(folder, "config.json"), keys)  # last: it marks a complete export
     print(f"{folder}: a {keys['model_type']} model with {len(tensors)} tensors")
     if encoding is None:
         name = state["meta"].get("tokenizer")
@@ -463,7 +452,8 @@ def tokenizer_of(state):
     meta, data_dir = state["meta"], state["settings"].get("data_dir")
     if not (meta.get("tokenizer") or "").endswith(".json"):
         return None
-    return meta_tokenizer(os.path.dirname(state["path"]) if is_imported(meta) else data_dir, meta)
+    folder = os.path.dirname(state["path"]) if data.is_imported(meta) else data_dir
+    return data.meta_tokenizer(folder, meta)
 
 
 def special_tokens(encoding):

@@ -169,8 +169,7 @@ def split_conversations(source, split):
     hashes = [hashlib.sha256(text).hexdigest() for text in texts]
     order = sorted({*hashes})
     if (n := len(order)) < 2:
-        needed = "at least 2 are needed, for train and val"
-        raise SystemExit(f"{source}: {n} different conversations; {needed}")
+        raise SystemExit(f"{source}: {n} different conversations, at least 2 are needed")
     val = set(order[: max(1, round(VAL_SHARE * n))])
     pairs = zip(conversations, hashes)
     return [turns for turns, digest in pairs if (digest in val) == (split == "val")]
@@ -204,8 +203,7 @@ class Conversations:
             row[:, T - room : T - room + len(x)] = x, y, [row[2].max() + 1] * len(x)
             room -= len(x)
         if not self.rows:
-            reason = f"are longer than block_size={T} before the answer"
-            raise SystemExit(f"{source}: all conversations for {split} {reason}")
+            raise SystemExit(f"{source}: no answer for {split} begins within block_size={T} tokens")
         self.sha256 = hashlib.sha256(np.stack(self.rows).tobytes()).hexdigest()
 
     def __len__(self):

@@ -556,46 +556,31 @@ def check(config):
     lambdas = numbers(c.bhyt_lambda, 3)
     lambdas = lambdas and min(c.bhyt_lambda[:2]) > 0 and c.bhyt_lambda[2] >= 0
     unset = (None, GPTConfig.head_scale)
+    fits_head = not c.tied or c.embed_scale != GPTConfig.embed_scale
+    scaled = c.init_scale == GPTConfig.init_scale or c.init in ("normal", "uniform")
+    scaled = scaled or c.embed_scale is None or (c.head_scale is None and not c.tied)
     scaling = (1.0,) if c.rope_scaling is None else c.rope_scaling
     scales = len(scaling) in (1, 4) and numbers(scaling, len(scaling)) and min(scaling) > 0
     scales = scales and (len(scaling) == 1 or scaling[1] < scaling[2])
     experts = not c.moe_experts or 1 <= c.moe_top_k <= c.moe_experts
     rescales = RESIDUALS[c.residual].rescales and c.norm != "none"
+    learns = not c.moe_experts or c.moe_top_k > 1 or c.moe_shared or not rescales
     rules = (
         (not c.tied or c.head_scale in unset, f"head_scale={c.head_scale} needs tied=False"),
-        (
-            not c.tied or c.embed_scale != GPTConfig.embed_scale,
-            f"tied=True: embed_scale={c.embed_scale} is too large for a head, and so is train.py's "
-            "embed_lr: give for example --embed_scale=0.05 --embed_lr=0.01",
-        ),
-        (
-            c.init_scale == GPTConfig.init_scale
-            or c.init in ("normal", "uniform")
-            or c.embed_scale is None
-            or (c.head_scale is None and not c.tied),
-            f"init={c.init!r} does not use init_scale={c.init_scale}",
-        ),
+        (fits_head, "tied=True needs scales of a head, such as --embed_scale=0.05 --embed_lr=0.01"),
+        (scaled, f"init={c.init!r} does not use init_scale={c.init_scale}"),
         (c.head_dim or C % H == 0, f"n_embd={C} does not divide into n_head={H} heads"),
-        (
-            head_width(c) % 2 == 0,
-            f"heads of width {head_width(c)}, head_dim or n_embd / n_head: rotary turns pairs of "
-            "features, so give an even width",
-        ),
+        (head_width(c) % 2 == 0, f"heads of width {head_width(c)}: rotary needs an even width"),
         (c.qk_norm or not c.qk_norm_joint, "qk_norm_joint=True needs qk_norm=True"),
         (scales, f"rope_scaling={scaling!r}: give (factor,) or (factor, low, high, length)"),
         (H % G == 0, f"n_head={H} query heads do not divide over n_kv_head={G}"),
         (alphas, f"dyt_alpha={c.dyt_alpha!r}: give three starts"),
         (lambdas, f"bhyt_lambda={c.bhyt_lambda!r}: give three starts, two above 0, one at least 0"),
         (c.mod_on == "none" or c.mod_rate > 0, f"mod_on={c.mod_on!r} needs mod_rate above 0"),
+        (experts, f"moe_top_k={c.moe_top_k}: must be from 1 to moe_experts={c.moe_experts}"),
         (
-            experts,
-            f"moe_experts={c.moe_experts}, moe_top_k={c.moe_top_k}: "
-            "moe_top_k must be from 1 to moe_experts",
-        ),
-        (
-            not c.moe_experts or c.moe_top_k > 1 or c.moe_shared or not rescales,
-            f"moe_top_k=1: residual={c.residual!r} normalises the output, so that the router gets "
-            "no gradient: give --moe_top_k=2, or --moe_shared above 0",
+            learns,
+            f"moe_top_k=1 gives no gradient with {c.residual}: set moe_top_k=2 or moe_shared",
         ),
     )
     for holds, message in rules:

@@ -104,8 +104,7 @@ def refuse_mixed_data(runs):
         seen.setdefault(str(header_of(run).get("data")), run)
     if len(seen) > 1:
         one, two, *_ = seen.values()
-        different = f"{one} and {two} were trained on different data"
-        raise SystemExit(f"plot.py: {different} (see data in their log.jsonl)")
+        raise SystemExit(f"plot.py: {one} and {two} were trained on different data")
 
 
 def steps_of(run):
@@ -366,8 +365,7 @@ OF_ONE = ("sources", "map")  # figures of a single run
 
 def main(figure, out, *runs):
     if figure not in FIGURES:
-        figures = ", ".join(FIGURES)
-        raise SystemExit(f"plot.py: there is no figure {figure!r}: choose one of {figures}")
+        raise SystemExit(f"plot.py: no figure {figure!r}: choose one of {', '.join(FIGURES)}")
     if figure in OF_ONE and len(runs) > 1:
         raise SystemExit(f"plot.py: the figure {figure} shows one run, not {len(runs)}")
     refuse_mixed_data(runs)

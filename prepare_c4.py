@@ -287,8 +287,7 @@ def open_meta(directory, name, encoding, settings, train, val):
         if not differs:
             return old
         if any(split["shards"] for split in old["splits"].values()):
-            different = f"{directory} was prepared with another {', '.join(differs)}"
-            raise SystemExit(f"{different}: choose another --data_dir")
+            raise SystemExit(f"{directory} has another {', '.join(differs)}: give a new --data_dir")
     own = os.path.join(directory, meta["tokenizer"])
     if local and os.path.realpath(name) != os.path.realpath(own):
         shutil.copyfile(name, own)
@@ -315,8 +314,7 @@ def prepare(settings):
     check(settings, RULES)
     workers = settings["workers"] or cores()
     if source == "c4" and limit is None:
-        size = "C4 has about 160e9 tokens, 320 GB of shards"
-        raise SystemExit(f"{size}: say how many you want with --max_tokens=1e9")
+        raise SystemExit("C4 has 160e9 tokens: say how many you want with --max_tokens=1e9")
     share = settings["val_share"]
     train, val = list_files(source)
     if settings["val_source"] is not None:
@@ -337,8 +335,7 @@ def prepare(settings):
     need = left * data.token_dtype(encoding.n_vocab).itemsize
     free = shutil.disk_usage(directory).free
     if need > free:
-        space = f"{left:,} tokens need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-        raise SystemExit(f"{directory}: {space}")
+        raise SystemExit(f"{left:,} tokens need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
 
     parts = divide(train, share) if val is None else lambda text: (text, text)
     jobs = {

@@ -156,8 +156,7 @@ def run_tasks(model, encoding, batch_size, device, tasks, task_dir, num_fewshot,
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        message = f"tasks need lm-evaluation-harness: pip install lm-eval ({error})"
-        raise SystemExit(message) from error
+        raise SystemExit(f"tasks need a package: pip install lm-eval ({error})") from None
     manager = TaskManager(include_path=task_dir, include_defaults=task_dir is None)
     names = (tasks or COMMON).split(",")
     unknown = [name for name in names if name not in manager.all_tasks]
@@ -166,15 +165,10 @@ def run_tasks(model, encoding, batch_size, device, tasks, task_dir, num_fewshot,
         near = ", ".join(near or sorted(manager.all_tasks)[:20])
         raise SystemExit(f"tasks={tasks!r}: no {', '.join(unknown)}; there is {near}")
     found = lm_eval.simple_evaluate(
-        harness(model, encoding, batch_size, device),
-        tasks=names,
-        task_manager=manager,
-        num_fewshot=num_fewshot,
-        limit=limit,
-        random_seed=seed,
-        bootstrap_iters=100,
+        harness(model, encoding, batch_size, device), tasks=names, task_manager=manager,
+        num_fewshot=num_fewshot, limit=limit, random_seed=seed, bootstrap_iters=100,
         log_samples=False,
-    )
+    )  # fmt: skip
     report = {
         name: {key: value for key, value in metrics.items() if isinstance(value, float)}
         for name, metrics in found["results"].items()

@@ -917,8 +917,8 @@ ANY_NAME = dict(MOD, residual="prenorm", mod_router="learned", moe_experts=2)
     (dict(residual="ngpt", norm_eps=1e-5, qk_norm=True), "'ngpt' does not use norm_eps"),
     (dict(residual="bhyt", bhyt_lambda=(2.0, 0.0, 0.0)), "three starts"),
     (dict(moe_top_k=3), "moe_top_k needs moe_experts above 0"),
-    (dict(moe_experts=2, moe_top_k=3), "moe_experts=2, moe_top_k=3"),
-    (dict(moe_experts=2, moe_top_k=1), "no gradient: give --moe_top_k=2, or --moe_shared above 0"),
+    (dict(moe_experts=2, moe_top_k=3), "moe_top_k=3: must be from 1 to moe_experts=2"),
+    (dict(moe_experts=2, moe_top_k=1), "no gradient with nag: set moe_top_k=2 or moe_shared"),
     (dict(mod_rate=0.5), "mod_rate needs mod_on"), (dict(mod_fallback=True), "needs mod_on"),
     (dict(mod_on="both", mod_rate=1.0), "mod_rate=1.0: must be at least 0 and below 1"),
     (dict(mod_on="mlp"), "mod_rate above 0"),
@@ -1280,7 +1280,7 @@ def test_one_expert_per_token_gives_the_router_a_gradient_or_is_refused(residual
 
     rescales = RESIDUALS[residual].rescales
     if rescales:
-        with pytest.raises(ValueError, match="give --moe_top_k=2, or --moe_shared above 0"):
+        with pytest.raises(ValueError, match="set moe_top_k=2 or moe_shared"):
             tiny(**one)
         assert share(moe_shared=16) > 1e-2
         monkeypatch.setattr(RESIDUALS[residual], "rescales", False)
@@ -1666,11 +1666,11 @@ def test_a_shard_that_has_changed_is_found(data, tmp_path, capsys):
     ("--source=a.jsonl --max_tokens=1e15", "GB are free"), ("--shard_tokens=0", "at least 257"),
     ("--max_val_tokens=0", "at least 257"), ("--val_share=1.0", "at least 0 and below 1"),
     ("--val_share=0", "no validation text"), ("--source=empty.jsonl", "0 tokens for val are fewer"),
-    ("--tokenizer=gpt5", "choose bytes, a .tiktoken file, a tokenizer.json, or one of gpt2"),
+    ("--tokenizer=gpt5", "choose bytes, a .tiktoken or .json file, gpt2"),
     ("--tokenizer=my.tiktoken", "my.tiktoken: no such tokenizer file"),
     ("--tokenizer=bad.tiktoken", "bad.tiktoken: not lines of base64 and rank"),
     ("--tokenizer=empty.tiktoken", "empty.tiktoken: not lines of base64 and rank"),
-    ("--source=a.jsonl --data_dir=made", "prepared with another made_from"),
+    ("--source=a.jsonl --data_dir=made", "has another made_from"),
     ("--source=cut.jsonl", "cut.jsonl cannot be read"), ("--workers=0", "at least 1"),
     ("--source=latin.txt", "latin.txt cannot be read"), ("--source=nothing.jsonl", "0 tokens"),
     ("--source=two.txt", "2 tokens for val are fewer than the 257 of a window: give more text"),
@@ -1946,7 +1946,7 @@ def test_a_run_survives_a_kill_in_the_first_step_and_a_full_disk(data, runs, tmp
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
-        message = f"step 6 could not be saved as {tmp_path}/ckpt.pt, the checkpoints before it are"
+        message = f"step 6 could not be saved as {tmp_path}/ckpt.pt, older checkpoints are intact"
         refuses(message, resume, tmp_path, max_iters=6)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -1975,7 +1975,7 @@ def test_a_run_that_goes_on_may_change_some_settings_and_no_others(data, runs, t
     assert content(run) == before
     state = torch.load(run / "ckpt.pt", weights_only=True)
     torch.save(state | {"meta": {"tokenizer_sha256": "another"}}, run / "ckpt.pt")
-    why = "is not the one that the checkpoint was trained with"
+    why = "was trained with another tokenizer"
     refuses(why, resume, run)
     refuses(why, evaluated, run, "loss")
     refuses("ckpt.pt is a file: give its folder", evaluated, run / "ckpt.pt", "loss")
@@ -2077,7 +2077,7 @@ def test_bad_steps_are_skipped_and_counted_and_too_many_stop(data, tmp_path, mon
     bad = (3, 6, 7, 8, 9, 10)
     on_forward(monkeypatch, lambda number, loss: loss * math.inf if number in bad else loss)
     how = dict(keep_interval=1, save_interval=1, max_iters=20)
-    refuses("5 steps in a row, up to step 10, had a loss", train, data, tmp_path, **how)
+    refuses("was not finite in 5 steps in a row, up to step 10", train, data, tmp_path, **how)
     counted = [r["bad_steps"] for r in log_of(tmp_path).records[1:]]
     assert counted == [0, 0, 1, 0, 0, 1, 2, 3, 4, 5]
     assert log_of(tmp_path).losses[2] is None and not (tmp_path / "ckpt_000003.pt").exists()
@@ -2218,9 +2218,7 @@ def test_runs_on_different_data_are_not_compared_or_resumed(data, runs, tmp_path
         assert shard["sha256"] == data_file.file_sha256(os.path.join(data, shard["file"]))
     message = f"{a} and {b} were trained on different data"
     refuses(message, plot.main, "loss", str(tmp_path / "x"), str(a), str(b))
-    refuses(
-        f"other data than that of {other}: the shards of train differ", resume, a, data_dir=other
-    )
+    refuses("on other data: the shards of train differ", resume, a, data_dir=other)
     shutil.copytree(data, tmp_path / "moved")
     resume(a, data_dir=tmp_path / "moved", max_iters=7)  # the same content elsewhere
 

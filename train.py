@@ -27,22 +27,13 @@ import torch.distributed as dist
 
 import bhyt
 import checkpoint
+import data
 import lora
 import machine
 import mod
 import moe
 import muon
 from configurator import check, configure, echo
-from data import (
-    Loader,
-    Windows,
-    atomic,
-    eval_batches,
-    is_imported,
-    make_folder,
-    micro_batches,
-    spread,
-)
 from depth import gate_health
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, evaluate, init_out
 
@@ -183,7 +174,7 @@ def divide_batch():
     share = tokens // (T * world)  # sequences of each rank
     if share * T * world != tokens or not share:
         fail(f"{tokens} tokens a step do not divide over {world} ranks in sequences of {T} tokens")
-    return tokens, *micro_batches(share, batch_size)
+    return tokens, *data.micro_batches(share, batch_size)
 
 
 def open_data():
@@ -193,18 +184,18 @@ def open_data():
     """
     meta, T, val = None if saved is None else saved["meta"], config.block_size, None
     if data_dir is not None:
-        train, val = (Windows(data_dir, split, T) for split in ("train", "val"))
+        train, val = (data.Windows(data_dir, split, T) for split in ("train", "val"))
         size = train.meta["vocab_size"]
         if size > config.vocab_size:
             fail(f"{data_dir} has token ids up to {size - 1}: set --vocab_size={size} or more")
         if meta is not None:
             train.refuse_other_tokenizer(meta)
-        meta = meta if meta is not None and is_imported(meta) else train.meta
+        meta = meta if meta is not None and data.is_imported(meta) else train.meta
     elif sft_data is None:
         fail(f"{saved['path']} was imported without shards: give --sft_data or --data_dir")
     if sft_data is None:
         return train, val, None, meta
-    folder = os.path.dirname(saved["path"]) if is_imported(meta) else data_dir
+    folder = os.path.dirname(saved["path"]) if data.is_imported(meta) else data_dir
     return *lora.open_splits(sft_data, folder, meta, T), val, meta
 
 
@@ -213,8 +204,7 @@ train_windows, val_windows, pretraining, meta = open_data()
 data_sha256 = {"train": train_windows.sha256, "val": val_windows.sha256}
 if going_on and saved["data"] != data_sha256:
     splits = " and ".join(k for k, v in data_sha256.items() if saved["data"].get(k) != v)
-    other = f"was trained on other data than that of {sft_data or data_dir}"
-    fail(f"{saved['path']} {other}: the shards of {splits} differ")
+    fail(f"{saved['path']} was trained on other data: the shards of {splits} differ")
 
 torch.manual_seed(seed)
 adapters = None if saved is None else saved.get("lora")
@@ -237,8 +227,8 @@ weight_decay = recipe["weight_decay"] if weight_decay is None else weight_decay
 warmup_iters = recipe["warmup_iters"] if warmup_iters is None else warmup_iters
 if local_rank == 0 and sft_data is None:
     train_windows.verify()  # in the background: a shard that has changed ends the run
-loader = Loader(train_windows, sequences, micro_steps, seed, rank, world, device)
-val_indices = spread(val_windows, eval_tokens, val_part)
+loader = data.Loader(train_windows, sequences, micro_steps, seed, rank, world, device)
+val_indices = data.spread(val_windows, eval_tokens, val_part)
 
 # ------------------------------------------------------------------------------------------------
 # Distribution over ranks, compilation, optimizers
@@ -308,8 +298,7 @@ def save(kind):
         if is_main:
             checkpoint.save(path, state)
     except checkpoint.SAVE_ERRORS as error:
-        intact = "the checkpoints before it are intact"
-        fail(f"step {step} could not be saved as {path}, {intact}: {error}")
+        fail(f"step {step} could not be saved as {path}, older checkpoints are intact: {error}")
     if world > 1:
         dist.barrier()
     save_seconds, last_save = time.monotonic() - began, time.monotonic()
@@ -362,7 +351,7 @@ def cut_log():
         with suppress(ValueError):
             if json.loads(line).get("step", -1) <= (step or -1):
                 kept.append(line.strip() + b"\n")
-    with atomic(log_path) as file:
+    with data.atomic(log_path) as file:
         file.write(b"".join(kept))
 
 
@@ -508,17 +497,17 @@ def validate():
     """Validation losses; for modes that rotate, also the health of the gates on one batch."""
 
     def loss_on(windows, indices):
-        batches = eval_batches(windows, indices, sequences, device, rank, world)
+        batches = data.eval_batches(windows, indices, sequences, device, rank, world)
         return evaluate(model, batches, world)
 
     with machine.autocast(device.type, dtype):
         seen = {"val_loss": loss_on(val_windows, val_indices)}
         text, indices = val_windows, val_indices
         if pretraining is not None:  # val_loss covers answers; this shows forgetting
-            text, indices = pretraining, spread(pretraining, eval_tokens, val_part)
+            text, indices = pretraining, data.spread(pretraining, eval_tokens, val_part)
             seen["pretraining_loss"] = loss_on(text, indices)
         if RESIDUALS[config.residual].rotates:
-            x = next(eval_batches(text, indices, sequences, device))[0]
+            x = next(data.eval_batches(text, indices, sequences, device))[0]
             seen["gates"] = gate_health(model, x)
             dead, all_of_them = seen["gates"]["dead"], 2 * config.n_layer
             if is_main and step >= alpha_warmup_iters and dead > 0.1 * all_of_them:
@@ -595,7 +584,7 @@ peak = machine.peak_flops(name_of_device)
 ramp_alpha()
 header = run_header()
 if is_main:
-    make_folder(out_dir)
+    data.make_folder(out_dir)
     if origin is not None:
         checkpoint.copy_tokenizer(os.path.dirname(origin), out_dir)
     if os.path.exists(log_path):
@@ -669,9 +658,8 @@ while not finished() and not stopped:
         since, busy = step, 0.0
 
     if bad_steps >= MAX_BAD_STEPS:
-        bad = f"{bad_steps} steps in a row, up to step {step}, had a loss or gradient that is not"
-        kept = "if the newest checkpoint is bad, too, give a kept one as --branch_from"
-        fail(f"{bad} finite, and were not saved: resume with a lower rate; {kept}")
+        bad = f"loss or gradient was not finite in {bad_steps} steps in a row, up to step {step}"
+        fail(f"{bad}: resume with a lower rate, or give a kept checkpoint as --branch_from")
     if not bad_steps:
         keep_best(record["val_loss"])
         if due(keep_interval):

@@ -115,7 +115,7 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
     for n, val in ((2, 1), (3, 1), (15, 2)):
         write_conversations(path, n)
         assert (packed("train").kept, packed("val").kept) == (n - val, val)
-    refuses("1 different conversations; at least 2", packed, write_conversations(path, 1) and "val")
+    refuses("1 different conversations, at least 2", packed, write_conversations(path, 1) and "val")
     for bad in ('{"text": "x"}', '[{"conversations": ["a", "b"]}]', "[", '{"conversations": "ab"}'):
         path.write_text(bad + "\n")
         refuses("record 0 is not", packed, "val")
@@ -135,7 +135,7 @@ def test_copies_of_a_conversation_are_in_one_split(tmp_path, n, val):
     assert (len(train), len(held_out)) == (3 * (n - val), 3 * val)
     assert not {*map(tuple, train)} & {*map(tuple, held_out)}
     path.write_text((path.read_text().splitlines()[0] + "\n") * 5)
-    refuses("1 different conversations; at least 2", lora.split_conversations, path, "val")
+    refuses("1 different conversations, at least 2", lora.split_conversations, path, "val")
 
 
 @cases("changes", [*(dict(residual=r) for r in RESIDUALS), None, EXTRAS])
