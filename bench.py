@@ -579,14 +579,8 @@ QUICK = "--what=forward,residual,train,generate --modes=prenorm,nag --n_layer=2 
 QUICK += " --batch_size=2 --prompt_tokens=64 --new_tokens=32 --batches_of=1"
 
 
-def is_count(text):
-    return text.isdecimal() and int(text) > 0
-
-
-def is_share(text):
-    return text.replace(".", "", 1).isdecimal() and float(text) < 1
-
-
+is_count = lambda text: text.isdecimal() and int(text) > 0
+is_share = lambda text: text.replace(".", "", 1).isdecimal() and float(text) < 1
 RULES = (
     ("batch_size loss_chunk prompt_tokens ranks", lambda v: v > 0, "above 0"),
     ("rounds", lambda v: v > 1, "at least 2"),
@@ -650,8 +644,7 @@ def main():
     name, threads = machine.device_name(torch.device(device)), torch.get_num_threads()
     report = {"settings": settings, "git": machine.commit(), "torch": torch.__version__}
     report |= {"device": name, "threads": threads, "dtype": dtype}
-    of_cores = f"{threads} threads on {machine.cores()} cores"
-    print(f"{name}, torch {torch.__version__}, {of_cores}, {dtype}")
+    print(f"{name}, torch {torch.__version__}, cores {machine.cores()}, threads {threads}, {dtype}")
     shape = "n_layer n_head n_embd block_size vocab_size".split()
     print(", ".join(f"{key} {settings[key]}" for key in shape) + f", {batch_size} sequences")
     copy = matmul = None

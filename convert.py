@@ -122,8 +122,8 @@ def convert(source, batches, residual, **settings):
     needed = {"residual": "prenorm", "norm": "rms", "mod_on": "none"}
     for name, value in needed.items():
         if getattr(source.config, name) != value:
-            raise ValueError(f"the model has {name}={getattr(source.config, name)!r}: a conversion "
-                             f"needs {name}={value!r}")  # fmt: skip
+            has = f"the model has {name}={getattr(source.config, name)!r}"
+            raise ValueError(f"{has}: a conversion needs {name}={value!r}")
     for name, value in settings.items():
         if name not in RESIDUALS[residual].settings:
             raise ValueError(f"{name}={value!r}: a conversion changes only settings of {residual}")

@@ -153,10 +153,9 @@ def loss(model, windows, indices, encoding, batch_size, device):
 
 
 def show_loss(report):
-    print(
-        f"loss {report['loss']:.4f} nats per token, perplexity {report['perplexity']:.2f}, "
-        f"{report['bits per byte']:.4f} bits per byte, over {report['tokens']:,} tokens"
-    )
+    of_bytes = f"{report['bits per byte']:.4f} bits per byte, over {report['tokens']:,} tokens"
+    nats = f"loss {report['loss']:.4f} nats per token, perplexity {report['perplexity']:.2f}"
+    print(f"{nats}, {of_bytes}")
 
 
 TABLES = {
@@ -186,11 +185,9 @@ def show_depth(report):
 def show_skipping(report):
     print(f"skipped {report['rate']:.1%}, averaged over the sublayers that tokens may skip")
     print(f"two losses on the same tokens, at most {depth_tokens:,}:")
-    print(
-        f"loss {report['causal loss']:.4f}: each token compares its own score with a threshold\n"
-        f"loss {report['look-ahead loss']:.4f}: the tokens with the highest scores of a sequence "
-        "run, as in training; this looks at later tokens"
-    )
+    print(f"loss {report['causal loss']:.4f}: a token compares its own score with a threshold")
+    ahead = "the highest scores of a sequence run, as in training; this looks at later tokens"
+    print(f"loss {report['look-ahead loss']:.4f}: {ahead}")
     print("the prompt, at most 96 tokens, a column per token: # runs, . skips")
     for where, share, row in zip(report["where"], report["skipped"], report["map"]):
         print(f"{where:<9} {share:>6.1%} " + "".join(".#"[ran] for ran in row[:96]))

@@ -247,9 +247,13 @@ def read_tensors(folder, wanted):
     Fails if a tensor is missing or unknown, or has another shape. wanted: what file_names returns.
     """
     by_name = {other: (name, shape) for name, (other, shape) in wanted.items()}
-    tensors = {}
+    tensors, library = {}, safetensors()
     for path in list_files(folder):
-        with opened(path) as file:
+        try:
+            opened = library.safe_open(path, "pt")
+        except (library.SafetensorError, OSError) as error:
+            fail(f"{path} is not a complete .safetensors file: {error}")
+        with opened as file:
             for other in file.keys():
                 if other not in by_name:
                     if other == "lm_head.weight":  # of a tied model: import_model compares it
@@ -269,15 +273,6 @@ def read_tensors(folder, wanted):
     if missing:
         fail(f"{folder} lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1))
     return tensors
-
-
-def opened(path):
-    """safe_open, which maps a file into memory, with one-line errors."""
-    library = safetensors()
-    try:
-        return library.safe_open(path, "pt")
-    except (library.SafetensorError, OSError) as error:
-        fail(f"{path} is not a complete .safetensors file: {error}")
 
 
 # ------------------------------------------------------------------------------------------------

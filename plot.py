@@ -67,15 +67,12 @@ def canvas(width, height, font=10):
 # Logs
 
 
-def need(path):
-    if not os.path.exists(path):
-        raise SystemExit(f"plot.py: {path} is missing")
-    return path
-
-
 def lines_of(run):
     """The lines of a run's log, without those that a crash has damaged."""
-    for line in open(need(os.path.join(run, "log.jsonl"))):
+    path = os.path.join(run, "log.jsonl")
+    if not os.path.exists(path):
+        raise SystemExit(f"plot.py: {path} is missing")
+    for line in open(path):
         with suppress(ValueError):
             yield json.loads(line)
 
@@ -88,12 +85,13 @@ def header_of(run):
 
 
 def read_eval(run, part):
-    report = read_json(need(os.path.join(run, "eval.json")))
+    path = os.path.join(run, "eval.json")
+    report = read_json(path) if os.path.exists(path) else {}
     if part not in report:
         command = f"python eval.py --out_dir={run} --what={part}"
         if part == "mod":
             command += " (for a run with tokens that skip)"
-        raise SystemExit(f"plot.py: {run}/eval.json has no {part}: run {command}")
+        raise SystemExit(f"plot.py: no {part} in {path}: run {command}")
     return report[part]
 
 

@@ -173,14 +173,10 @@ def run_tasks(model, encoding, batch_size, device, tasks, task_dir, num_fewshot,
         name: {key: value for key, value in metrics.items() if isinstance(value, float)}
         for name, metrics in found["results"].items()
     }
-    show(report)
-    return report | {"versions": {"lm_eval": lm_eval.__version__, "datasets": datasets.__version__}}
-
-
-def show(report):
     for name, metrics in report.items():
         values = [f"{key} {value:.4f}" for key, value in metrics.items()]
         print(f"{name:<20}" + "  ".join(values))
+    return report | {"versions": {"lm_eval": lm_eval.__version__, "datasets": datasets.__version__}}
 
 
 if __name__ == "__main__":
