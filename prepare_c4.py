@@ -246,6 +246,9 @@ def write_split(name, files, part, limit, directory, meta, pool, workers):
     if "left_out" in split:
         print(f"\n{name}: left out {split['left_out']:,} documents that are in validation", end="")
     if total < LEAST:
+        written = [shard["file"] for shard in meta["splits"]["val"]["shards"]]
+        for file in (*written, "meta.json") if written else ():
+            os.remove(os.path.join(directory, file))
         few = f"{total} tokens for {name} are fewer than the {LEAST} of a window"
         raise SystemExit(f"\n{directory}: {few}: give more text, or another --val_share")
     flush([len(files), 0, 0], complete=True)

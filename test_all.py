@@ -1597,7 +1597,7 @@ def test_documents_of_validation_are_left_out_of_training(texts, capsys):
     shutil.copyfile("val.jsonl", "copy.jsonl")
     with pytest.raises(SystemExit, match="0 tokens for train are fewer"):
         make_data("empty", "--source=copy.jsonl", *argv)
-    assert not data_file.read_meta("empty")["splits"]["train"]["complete"]
+    assert not os.listdir("empty")
 
 
 @pytest.mark.parametrize(
@@ -1675,6 +1675,7 @@ def test_a_shard_that_has_changed_is_found(data, tmp_path, capsys):
     ("--source=latin.txt", "latin.txt cannot be read"), ("--source=nothing.jsonl", "0 tokens"),
     ("--source=two.txt", "2 tokens for val are fewer than the 257 of a window: give more text"),
     ("--source=short.txt", "212 tokens for val"), ("--max_tokens=99", "at least 257"),
+    ("--source=two.txt --val_source=a.jsonl", "3 tokens for train are fewer"),
 ])  # fmt: skip
 def test_preparation_refuses_what_it_cannot_do(texts, monkeypatch, argv, message):
     (texts / "bad.jsonl").write_text('{"body": "x"}\n')
