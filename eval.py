@@ -301,17 +301,13 @@ RULES = (
 )
 
 
-def refuse_unused(model, given):
-    """Settings that the chosen text or model does not use are errors."""
+def choose_parts(model, settings, given, has_shards):
+    """The parts to evaluate. Unknown parts and settings that nothing uses are errors."""
     if text is not None and "val_part" in given:
         raise SystemExit(f"{val_part=} is for the validation split, not for text={text!r}")
     for key in ("prune_unit", "prune_by"):
         if key in given and (mod_rate is None or mod.routers(model)):
             raise SystemExit(f"{key}={given[key]!r} needs mod_rate, and a model without routers")
-
-
-def choose_parts(model, settings, has_shards):
-    """The parts to evaluate. Unknown parts and settings of parts that do not run are errors."""
     known, has_text = ["loss", "depth", "mod", "sample", "tasks"], has_shards or text is not None
     if not mod.routers(model):
         known.remove("mod")
@@ -372,8 +368,7 @@ def main():
     if context is not None and context > model.config.block_size:
         raise SystemExit(f"context={context}: must be at most block_size={model.config.block_size}")
     windows, encoding = open_data(state, model)
-    parts = choose_parts(model, settings, windows is not None)
-    refuse_unused(model, given)
+    parts = choose_parts(model, settings, given, windows is not None)
     if {*parts} - {"sample", "tasks"} and depth.leak(model) > 1e-3:
         raise SystemExit("not causal: logits change with later tokens, or are not finite")
     rows, dialled, T = windows, {}, context or model.config.block_size

@@ -358,13 +358,12 @@ FIGURES = {
     "rotation": rotation, "alpha": alpha, "dropped": dropped,
     "sources": sources, "map": token_map,
 }  # fmt: skip
-OF_ONE = ("sources", "map")  # figures of a single run
 
 
 def main(figure, out, *runs):
     if figure not in FIGURES:
         raise SystemExit(f"plot.py: no figure {figure!r}: choose one of {', '.join(FIGURES)}")
-    if figure in OF_ONE and len(runs) > 1:
+    if figure in ("sources", "map") and len(runs) > 1:
         raise SystemExit(f"plot.py: the figure {figure} shows one run, not {len(runs)}")
     refuse_mixed_data(runs)
     fig, axes = canvas(7, 4)

@@ -93,7 +93,6 @@ def fail(message):
 # Settings: the checkpoint's, if the run starts from one. Settings given now override them.
 
 MAX_BAD_STEPS = 5  # stop after so many steps in a row with a non-finite loss or gradient
-WANDB_PROJECT = "residual"
 ABOVE_0 = "max_iters batch_size log_interval loss_chunk learning_rate eval_tokens flops_budget"
 ABOVE_0 += " total_batch_tokens wsd_share block_size"
 AT_LEAST_0 = "seed weight_decay grad_clip gate_lr embed_lr head_lr warmup_iters alpha_warmup_iters"
@@ -596,7 +595,7 @@ if is_main:
         except ImportError:
             fail("wandb_log=True needs a package: pip install wandb")
 
-        wandb.init(project=WANDB_PROJECT, name=out_dir, config=settings, id=run_id, resume="allow")
+        wandb.init(project="residual", name=out_dir, config=settings, id=run_id, resume="allow")
 if not resuming:
     save("newest")  # from now on there is a checkpoint to resume from
 if step == 0 and keep_interval:
