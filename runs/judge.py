@@ -20,12 +20,12 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
    the baseline for fewer and more steps, and interpolate its loss at the time of the mode. Its
    learning rate is tuned again at the shortest and the longest of these lengths.
 
-Finished runs are in results/judge.jsonl, and are not repeated when you restart the command or judge
-another mode. Other arguments are config files and settings of train.py.
+Finished runs are kept in out/judge.jsonl. These and the recorded ones in results/judge.jsonl are
+not repeated when you restart the command or judge another mode. --record=True keeps new runs in
+results/, and leaves out those in out/. Other arguments are config files and settings of train.py.
 """
 
 import math
-import signal
 import statistics
 import sys
 from collections import Counter
@@ -50,9 +50,10 @@ baseline = "prenorm"  # the mode to compare with
 seeds = 8  # seeds of the final runs: 1, 2, ...
 tune_share = 0.25  # length of a tuning run, as a share of max_iters
 rehearse = False  # all of it at toy size, with the changes in FEW
-name = "judge"  # name of the file in results/
+name = "judge"  # name of the file of results
+record = False  # keep results in results/, and read no others
 
-OWN = ("residual", "baseline", "seeds", "tune_share", "rehearse", "name")
+OWN = ("residual", "baseline", "seeds", "tune_share", "rehearse", "name", "record")
 SCALE = str(ROOT / "config" / "judge_8x64.py")
 TOY = "--n_layer=2 --n_embd=32 --n_head=2 --n_kv_head=None --block_size=64 --batch_size=4"
 TOY += " --total_batch_tokens=None --max_iters=24 --eval_tokens=2048 --log_interval=4"
@@ -324,16 +325,15 @@ def cells_of_baseline(choice, lines):
     return [*row, "", "", study.written(choice)]
 
 
-def draw(path, comparisons, names=None):
+def draw(path, comparisons, names):
     """Draw both differences, from the best mode to the worst. names: {mode: its name in words}"""
-    names = {baseline: "pre-norm" if baseline == "prenorm" else baseline} | (names or {})
     shown = sorted((each for each in comparisons if each["steps"]), key=itemgetter("steps"))
-    middle = lambda times: times[1] if times else None
-    rows = [(names.get(each["mode"], each["mode"]), each["steps"], middle(each["times"]))
+    words = lambda mode: names.get(mode, mode)
+    rows = [(words(each["mode"]), each["steps"], (each["times"] or [None] * 3)[1])
             for each in shown]  # fmt: skip
     if rows:
         title = "rehearsal: ignore these numbers" if rehearse else None
-        plot.differences(path, rows, names[baseline], title)
+        plot.differences(path, rows, words(baseline), title)
 
 
 def timed(scale, modes):
@@ -362,14 +362,8 @@ def plan(scale, modes, extra, ratios):
         missing = Counter(map(seed_and_steps, runs)) - Counter(map(seed_and_steps, known))
         if any(seed not in TUNING for seed, _ in missing):
             left += [{"residual": mode, "max_iters": steps} for _, steps in missing.elements()]
-    if not left:
-        return None
-    of_step, others = study.probe(settings(scale, baseline, {}, 1))
-    price = lambda full: full["max_iters"] * ratios[full["residual"]][1] * of_step + others
-    n, names = len(study.devices()), ", ".join(dict.fromkeys(run["residual"] for run in left))
-    seconds = sum(map(price, left)) / n
-    study.say(f"about {study.duration(seconds)} to tune and train {names}, {n} runs at a time")
-    return study.Progress(price, left, seconds)
+    ratio_of = lambda run: ratios[run["residual"]][1]
+    return study.plan(left, ratio_of, settings(scale, baseline, {}, 1))
 
 
 def lines_of_mode(scale, mode):
@@ -412,6 +406,7 @@ def main():
     if unused:
         raise SystemExit(f"{', '.join(unused)}: no setting of {' or '.join(everyone)}")
 
+    study.begin(record and not rehearse)
     study.say(f"timing the steps of {', '.join(everyone)}")
     ratios = study.race(name, timed(scale, everyone))
     extra = dict.fromkeys(everyone, ()) | {baseline: lengths(ratios)}
@@ -420,13 +415,12 @@ def main():
     with ThreadPoolExecutor(len(study.devices())) as pool:
         trained = dict(zip(everyone, pool.map(judged, everyone)))
     comparisons = [*compared(trained, ratios)]
-    draw(study.ROOT / "out" / f"{name}.png", comparisons)
+    draw(study.ROOT / "out" / f"{name}.png", comparisons, {"prenorm": "pre-norm"})
 
     rows = [cells_of_baseline(*trained[baseline]), *map(cells, comparisons)]
-    *columns, tuned = zip(HEAD, *rows)
-    study.say(study.aligned(columns))
-    for mode, words in zip(everyone, tuned[1:]):
-        study.say(f"{mode} was tuned to {words}")
+    study.say(study.aligned(row[:-1] for row in (HEAD, *rows)))
+    for mode, *_, tuned in rows:
+        study.say(f"{mode} was tuned to {tuned}")
     study.say(f"±: 95% interval over {seeds} seeds; out/{name}.png shows the differences")
     able = [stats.detectable(each["steps"][1], each["n"]) for each in comparisons if each["steps"]]
     if able:
@@ -437,5 +431,4 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, study.stop)
     main()

@@ -1,33 +1,32 @@
 """
-How does the difference from pre-norm change with more tokens or blocks, or in a larger model? Which
+How does the difference from pre-norm change with more tokens or blocks? What do streams add? Which
 parts of NAG matter? What does a mixture of depths cost?
 
     python runs/lead.py --what=tokens    8 blocks of width 64, 1 to 16 MB
     python runs/lead.py --what=blocks    4, 16 and 32 blocks of width 64, 4 MB; the judge trained 8
-    python runs/lead.py --what=size      12 blocks of width 128, 16 MB: a GPU takes minutes per run
     python runs/lead.py --what=streams   what mhc and ihc owe to parameters, and to several streams
     python runs/lead.py --what=experts --optimizer=adamw    8 experts, by width / depth, 4 MB
     python runs/lead.py --what=nag       NAG with one part changed, 4 MB
     python runs/lead.py --what=bhyt      BHyT with other initial lambdas and gains, 4 MB
     python runs/lead.py --what=mod       NAG with mixtures of depths and with fewer blocks, 4 MB
     python runs/lead.py --what=tokens --names=nag --values=1000,8000    a part of it
-    python runs/lead.py --what=blocks --optimizer=adamw                 with another optimizer
     python runs/lead.py --what=mod --timed=True    the time of a step, on a quiet machine
 
-Each mode uses the settings that runs/judge.py found for it, or is tuned first if it was not judged.
-At other lengths and shapes, the learning rate is tuned again, as the judge does. Runs of more than
-8,000 steps use the rate that is best at 8,000, models with more than 16 blocks that with 16. Each
-length is a separate run with its own schedule. Differences are from pre-norm, or from the mode that
-is changed; they are paired by seed, with 95% intervals. Finished runs are in results/lead.jsonl,
-and are not repeated.
+Says first how long it takes. Each mode uses the settings that runs/judge.py found for it, or is
+tuned first if it was not judged. At other lengths and shapes, the learning rate is tuned again, as
+the judge does. Runs of more than 8,000 steps use the rate that is best at 8,000, models with more
+than 16 blocks that with 16. Each length is a separate run with its own schedule. Differences are
+from pre-norm, or from the mode that is changed; they are paired by seed, with 95% intervals.
+Finished runs are kept in out/lead.jsonl. These and the recorded ones in results/lead.jsonl are not
+repeated. --record=True keeps new runs in results/, and leaves out those in out/.
 """
 
-import signal
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import product
 
 import judge
 import study
@@ -35,19 +34,16 @@ from stats import detectable, gap_of, plus_minus
 
 from configurator import configure
 
-what = ""  # tokens, blocks, size, streams, experts, nag, bhyt or mod
+what = ""  # tokens, blocks, streams, experts, nag, bhyt or mod
 names: str | None = None  # only these, separated by commas, and what they are compared with
 values: str | None = None  # only these values, such as 1000 steps, in this order
 optimizer = "muon"  # or adamw
 timed = False  # time the steps of these models, once the judge has tuned them; train nothing
+record = False  # keep results in results/, and read no others
 
 SCALE = study.parse([judge.SCALE])
 SEEDS = range(11, 17)  # new: judge.py judged on 1, 2, ...; some have only the first few
-NAG = {
-    "not orthogonal": {"nag_orthogonal": False},
-    "not modulated": {"nag_directions": 0},
-    "not centred": {"nag_centre": False},
-}
+NAG = {"not orthogonal": {"nag_orthogonal": False}, "not modulated": {"nag_directions": 0}}
 BHYT = {f"lambda starts at {n}": {"bhyt_lambda": (n, n, 0.0)} for n in (1.0, 3.0, 5.0)}
 BHYT |= {"lambda fixed": {"bhyt_learned": False}, "outputs of variance 1": {"bhyt_unit": True}}
 BHYT = {name: {"residual": "bhyt"} | change for name, change in BHYT.items()}
@@ -80,16 +76,12 @@ OTHER_RATES = {  # of pre-norm, because few tuning seeds cannot tell which rate 
 }
 SHAPES = {  # width / depth: blocks, width, hidden width of an expert. 1.11M to 1.16M parameters,
     80: (2, 160, 160),  # 0.51M to 0.54M of them active; NAG has 2 to 3% more
-    43: (3, 128, 128),
-    28: (4, 112, 112),
     19: (5, 96, 104),
 }
 OF_EXPERTS = {
     ratio: {"n_layer": blocks, "n_embd": width, "n_hidden": hidden, "moe_experts": 8}
     for ratio, (blocks, width, hidden) in SHAPES.items()
 }
-
-LARGER = {128: {"n_layer": 12, "n_embd": 128, "n_head": 4, "batch_size": 16}}  # 2.6M parameters
 
 
 def of(setting, *values):
@@ -103,7 +95,6 @@ PLANS = {
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "attnres", "mhc")) | OTHER_RATES,
                of("max_iters", 1000, 2000, 4000, 8000, 16000)),
     "blocks": (dict.fromkeys(("prenorm", "nag", "ihc")), of("n_layer", 4, 16, 32)),
-    "size": (dict.fromkeys(("prenorm", "nag", "bhyt", "mhc", "ihc", "attnres_block")), LARGER),
     "streams": (dict.fromkeys(("prenorm", "mhc", "ihc")) | STREAMS, of("max_iters", 4000)),
     "experts": (dict.fromkeys(("prenorm", "nag")), OF_EXPERTS),
     "nag": ({"nag": None} | NAG, of("max_iters", 4000)),
@@ -113,10 +104,14 @@ PLANS = {
 }  # fmt: skip
 
 
+def mode_of(name, change):
+    return name if change is None else change.get("residual", "nag")
+
+
 def base_of(changes, name):
     """The name that a name of a plan is compared with: the mode it changes, or the first one."""
     first, change = next(iter(changes)), changes[name]
-    mode = first if change is None else change.get("residual", "nag")
+    mode = first if change is None else mode_of(name, change)
     return mode if mode in changes else first
 
 
@@ -127,50 +122,58 @@ def as_judged(judged, mode, lines_of):
     return judge.tune(judged, mode, partial(lines_of, "judge"))
 
 
-def tuned(name, change, scale, judged, lines_of):
-    """Settings of a mode, or of one with a change, with the best learning rate at this scale.
+def to_tune(scale):
+    """The scale, or a smaller one, at which its learning rate is tuned."""
+    return scale | {key: min(scale[key], most) for key, most in LARGEST.items()}
 
-    judged: the judge's scale, where everything else was tuned.
+
+def runs_of(name, change, at, lines_of, optimizer="muon"):
+    """The settings of each seed of a mode, or of one with a change, at this length or shape.
+
+    The learning rate is the best one there. Everything else was tuned at the judge's scale.
+    lines_of: study.run, or one that only reads.
     """
-    mode = name if change is None else change.get("residual", "nag")
-    chosen = as_judged(judged, mode, lines_of)
+    mode, judged = mode_of(name, change), SCALE | {"optimizer": optimizer}
+    scale, chosen = judged | at, as_judged(judged, mode, lines_of)
     if scale != judged:
-        smaller = scale | {key: min(scale[key], most) for key, most in LARGEST.items()}
-        chosen = judge.rate_of_three(smaller, mode, chosen, partial(lines_of, "lead"))
-    own = {"residual": mode} | chosen | (change or {})
+        chosen = judge.rate_of_three(to_tune(scale), mode, chosen, partial(lines_of, "lead"))
+    own = chosen | (change or {})
     if change and "learning_rate" in change:
         own["learning_rate"] *= chosen["learning_rate"]
-    return own
+    return [judge.settings(scale, mode, own, seed) for seed in SEEDS]
 
 
 def selected(plan):
     """A plan with only the names and values asked for, and what these names are compared with."""
     changes, full = plan
-    wanted = names.split(",") if names else [*changes]
     by_text = {str(value): value for value in full}
+    wanted = names.split(",") if names else [*changes]
     some = values.split(",") if values else [*by_text]
     unknown = {*wanted} - {*changes} | {*some} - {*by_text}
     if unknown:
         choices = ", ".join((*changes, *by_text))
         raise SystemExit(f"{', '.join(unknown)}: choose from {choices}")
-    bases = [base_of(changes, name) for name in wanted]
-    changes = {name: changes[name] for name in (*bases, *wanted)}
-    return changes, {by_text[each]: full[by_text[each]] for each in some}
+    wanted = [base_of(changes, name) for name in wanted] + wanted
+    return {name: changes[name] for name in wanted}, {by_text[at]: full[by_text[at]] for at in some}
 
 
-def runs_of(changes, settings_of, lines_of, optimizer="muon"):
-    """{(name, value): [the settings of each seed]}. lines_of: study.run, or one that only reads."""
-    judged = SCALE | {"optimizer": optimizer}
+def left(changes, settings_of):
+    """The settings of the runs to train. It expects 12 runs that tune a mode at a value."""
 
-    def runs_at(pair):
-        name, value = pair
-        scale = judged | settings_of[value]
-        own = tuned(name, changes[name], scale, judged, lines_of)
-        return [judge.settings(scale, own["residual"], own, seed) for seed in SEEDS]
+    def lines_of(name, runs):
+        if study.missing(name, runs):
+            raise study.NotFinished
+        return study.run(name, runs)
 
-    pairs = [(name, value) for value in settings_of for name in changes]
-    with ThreadPoolExecutor(len(study.devices())) as pool:
-        return dict(zip(pairs, pool.map(runs_at, pairs)))
+    runs, tuning = [], {}
+    for (name, change), (value, at) in product(changes.items(), settings_of.items()):
+        mode, scale = mode_of(name, change), SCALE | {"optimizer": optimizer} | at
+        try:
+            runs += runs_of(name, change, at, lines_of, optimizer)
+        except study.NotFinished:
+            runs += [judge.settings(scale, mode, change or {}, seed) for seed in SEEDS]
+            tuning[mode, value] = [judge.settings(to_tune(scale), mode, {}, 0)] * 12
+    return sum(tuning.values(), [*study.missing("lead", runs).values()])
 
 
 def rows(lines, changes):
@@ -190,17 +193,23 @@ def main():
     configure(globals(), argv=sys.argv[1:])
     if what not in PLANS:
         raise SystemExit(f"what={what!r}: choose from {', '.join(PLANS)}")
+    study.begin(record)
     changes, settings_of = selected(PLANS[what])
+    pairs = [*product(changes, settings_of)]
+
+    def runs_at(lines_of, pair):
+        name, value = pair
+        return runs_of(name, changes[name], settings_of[value], lines_of, optimizer)
+
     if timed:
-        if len(PLANS[what][1]) > 1:
-            raise SystemExit("timed: only for plans with one length or shape")
-        runs = runs_of(changes, settings_of, study.find, optimizer)
-        print(study.race("lead", {name: of_seeds[0] for (name, _), of_seeds in runs.items()}))
+        print(study.race("lead", {pair: runs_at(study.find, pair)[0] for pair in pairs}))
         return
-    runs = runs_of(changes, settings_of, study.run, optimizer)
-    of_all = [each for of_seeds in runs.values() for each in of_seeds]
-    found = iter(study.run("lead", of_all, judge.LOOK))
-    lines = {at: [next(found) for _ in SEEDS] for at in runs}
+    progress = study.plan(left(changes, settings_of))
+    lines_of = partial(study.run, progress=progress)
+    with ThreadPoolExecutor(len(study.devices())) as pool:
+        runs = [*pool.map(partial(runs_at, lines_of), pairs)]
+    found = iter(lines_of("lead", sum(runs, []), judge.LOOK))
+    lines = {pair: [next(found) for _ in SEEDS] for pair in pairs}
     for name, value, loss, gap in rows(lines, changes):
         result = "diverged"
         if gap:  # also the true difference that 4 of 5 such studies would find
@@ -210,5 +219,4 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, study.stop)
     main()

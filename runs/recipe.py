@@ -1,20 +1,22 @@
 """
 An earlier default recipe of train.py, one change at a time: does each part help?
 
-    python runs/recipe.py    trains what results/recipe.jsonl lacks, then prints a table
+    python runs/recipe.py    says how long it takes, trains, and prints a table
 
-Differences are at an equal number of tokens, paired by seed, with 95% intervals.
+Differences are at an equal number of tokens, paired by seed, with 95% intervals. Finished runs are
+kept in out/recipe.jsonl. These and the recorded ones in results/recipe.jsonl are not repeated.
+--record=True keeps new runs in results/, and leaves out those in out/.
 """
 
-import signal
 import statistics
 import sys
 
 import study
 from stats import decided, gap_of, losses_of
-from study import run, table
 
 from configurator import configure
+
+record = False  # keep results in results/, and read no others
 
 COMMON = {"max_iters": 800, "eval_interval": 800, "eval_tokens": 262144, "log_interval": 20}
 # The recipe until this study. Now ReLU, which is better, and no logit cap are the defaults.
@@ -51,11 +53,11 @@ PLAN = {  # name: change
 HEAD = ("change", "loss", "difference", "verdict")
 
 
-def rows(lines_of):
-    """The rows of the table. lines_of: study.run trains missing runs, study.find trains none."""
+def rows():
+    """The rows of the table."""
     plan = PLAN | {"longer": LONGER}
     runs = [COMMON | change | {"seed": seed} for change in plan.values() for seed in SEEDS]
-    lines = iter(lines_of("recipe", runs))
+    lines = iter(study.run("recipe", runs))
     found = {name: [next(lines) for _ in SEEDS] for name in plan}
     for name, change in PLAN.items():
         ours, theirs = found[name], found["longer" if LONGER.items() <= change.items() else RECIPE]
@@ -64,6 +66,6 @@ def rows(lines_of):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, study.stop)
-    configure(globals(), argv=sys.argv[1:])  # there are no settings: only --help
-    print(table(HEAD, rows(run)))
+    configure(globals(), argv=sys.argv[1:])
+    study.begin(record)
+    print(study.aligned([HEAD, *rows()]))

@@ -3,35 +3,38 @@
 import math
 import statistics
 
-try:
-    from scipy.interpolate import krogh_interpolate
-    from scipy.optimize import brentq
-    from scipy.stats import binom
-    from scipy.stats import t as student
-except ImportError:
-    raise SystemExit("the studies in runs/ need scipy: pip install scipy")
+
+def scipy():
+    """The package, imported only where it is needed."""
+    try:
+        import scipy.interpolate
+        import scipy.optimize
+        import scipy.stats
+    except ImportError:
+        raise SystemExit("the studies in runs/ need scipy: pip install scipy")
+    return scipy
+
+
+def quantile(p, degrees):
+    """Of the t distribution."""
+    return float(scipy().stats.t.ppf(p, degrees))
 
 
 def interval(values):
     """The mean of values, and half the width of its 95% t interval."""
     n = len(values)
     standard_error = statistics.stdev(values) / math.sqrt(n)
-    return statistics.mean(values), float(student.ppf(0.975, n - 1)) * standard_error
+    return statistics.mean(values), quantile(0.975, n - 1) * standard_error
 
 
 def minus(a, b):
-    return [x - y for x, y in zip(a, b, strict=True)]
-
-
-def minus_shared(a, b):
-    """The same for losses of seeds. Seeds that only one side has do not count."""
-    n = min(len(a), len(b))
-    return minus(a[:n], b[:n])
+    """Differences of losses by seed. The last seeds, if only one side has them, do not count."""
+    return [x - y for x, y in zip(a, b)]
 
 
 def detectable(half, n):
     """The true difference that 4 of 5 studies find, if their 95% intervals have this half-width."""
-    certain, likely = student.ppf((0.975, 0.8), n - 1)
+    certain, likely = quantile(0.975, n - 1), quantile(0.8, n - 1)
     return half * (certain + likely) / certain
 
 
@@ -40,8 +43,8 @@ def p_value(gap, n):
     difference, half = gap
     if half == 0:
         return float(difference == 0)
-    standard_error = half / student.ppf(0.975, n - 1)
-    return float(2 * student.sf(abs(difference) / standard_error, n - 1))
+    standard_error = half / quantile(0.975, n - 1)
+    return float(2 * scipy().stats.t.sf(abs(difference) / standard_error, n - 1))
 
 
 def holm(gaps):
@@ -62,7 +65,7 @@ def median_interval(values):
     which holds it with a probability below 95%.
     """
     values = sorted(values)
-    below = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
+    below = max(0, int(scipy().stats.binom.ppf(0.025, len(values), 0.5)) - 1)
     return values[below], statistics.median(values), values[-1 - below]
 
 
@@ -96,21 +99,13 @@ def pairs(ours, theirs):
 
 def by_seed(ours, theirs):
     """{seed: our loss minus theirs}"""
-    found = {}
-    for seed, pair in pairs(ours, theirs).items():
-        loss, other = losses_of(pair)
-        found[seed] = loss - other
-    return found
-
-
-def differences(ours, theirs):
-    """Our losses minus theirs, in the order of seeds."""
-    return [*by_seed(ours, theirs).values()]
+    losses = {seed: losses_of(pair) for seed, pair in pairs(ours, theirs).items()}
+    return {seed: loss - other for seed, (loss, other) in losses.items()}
 
 
 def gap_of(ours, theirs):
     """The interval of these differences, or None if a run diverged."""
-    found = differences(ours, theirs)
+    found = [*by_seed(ours, theirs).values()]
     return interval(found) if all(map(math.isfinite, found)) else None
 
 
@@ -146,12 +141,12 @@ def contrast(weighted):
     if total == 0:
         return found, 0.0
     degrees = total**2 / sum(variance**2 / n for variance, n in variances)
-    return found, float(student.ppf(0.975, degrees)) * math.sqrt(total)
+    return found, quantile(0.975, degrees) * math.sqrt(total)
 
 
 def differences_at(length, losses, by_length):
     """For each seed, the loss minus what other runs would have at this length."""
-    return minus_shared(losses, losses_at(length, by_length))
+    return minus(losses, losses_at(length, by_length))
 
 
 def gap_at(length, losses, by_length):
@@ -173,7 +168,8 @@ def losses_at(length, by_length):
     near = sorted(by_length, key=lambda known: abs(math.log(known / length)))[:3]
     logs = [math.log(known) for known in near]
     curves = zip(*(by_length[known] for known in near))
-    return [float(krogh_interpolate(logs, curve, math.log(length))) for curve in curves]
+    at = lambda curve: scipy().interpolate.krogh_interpolate(logs, curve, math.log(length))
+    return [float(at(curve)) for curve in curves]
 
 
 def with_most_seeds(by_length):
@@ -204,7 +200,8 @@ def crossings(losses, by_length):
             difference, half = gap_at(length, losses, by_length)
             return difference + side * half
 
-        found.append(brentq(end, first, last) if end(first) <= 0 <= end(last) else None)
+        inside = end(first) <= 0 <= end(last)
+        found.append(scipy().optimize.brentq(end, first, last) if inside else None)
     return found
 
 

@@ -1,10 +1,11 @@
 """
-Train the runs of a study and keep one line of results for each, in results/STUDY.jsonl.
+Train the runs of a study and keep one line of results for each, in out/STUDY.jsonl.
 
 A run is a dict of the settings of train.py that differ from its defaults. A run is skipped if a
-line has its settings, data and kind of machine. A killed run resumes where it stopped. Each CPU
-core trains one run at a time, with one thread, and each GPU PER_GPU runs. Start one study at a
-time: two studies do not know which cores or GPUs the other uses.
+line of out/STUDY.jsonl or results/STUDY.jsonl has its settings, data and kind of machine. With
+record = True only results/ counts, and gets the new lines. A killed run resumes where it stopped.
+Each CPU core trains one run at a time, with one thread, and each GPU PER_GPU runs. Start one study
+at a time: two studies do not know which cores or GPUs the other uses.
 
 A line has: key, a hash of all settings that change the result; settings; loss, the last validation
 loss, and start, that at step 0 (null: diverged, or none); curve, [step, mean of the logged training
@@ -18,6 +19,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,8 +30,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
+import stats
 import torch
-from stats import median_interval
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -49,6 +51,7 @@ OF_PLACE = set(
     "device loss_chunk recompute shard".split()
 )
 NAMED = {"residual", "seed", "max_iters", "eval_interval", "learning_rate", "val_part"}
+record = False  # keep results in results/, and read no others
 PER_GPU = 1  # runs that a GPU trains at a time; more are faster if the model is small
 POINTS = 40  # most points per curve
 MOD = ("--what=mod", "--depth_tokens=16384")  # of a mixture of depths: how many tokens skip
@@ -112,26 +115,29 @@ def compiles(full):
     return machine.can_compile(machine.pick_device(full["device"]).type) if known is None else known
 
 
-def name_of(line):
-    """Lines with equal names are results of the same run."""
-    return line["key"], line["data"], line["computes"]
+def name_of(settings):
+    """Runs with equal names have equal results."""
+    at = place(settings)
+    return key(settings), at["data"], at["computes"]
 
 
-def path_of(study):
-    """results/STUDY.jsonl, or out/STUDY.jsonl for a rehearsal."""
-    return ROOT / ("out" if study.startswith("rehearsal") else "results") / f"{study}.jsonl"
+def files_of(study):
+    """The files that hold lines of a study. New lines go to the last one."""
+    folders = ("results",) if record else ("results", "out")
+    return [ROOT / folder / f"{study}.jsonl" for folder in folders]
 
 
 def read(study):
     """The lines of a study. Skips a line that a kill has cut."""
-    path = path_of(study)
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [record for record in map(parsed, lines) if record is not None]
+    texts = [path.read_text() for path in files_of(study) if path.exists()]
+    lines = [parsed(line) for text in texts for line in text.splitlines()]
+    return [line for line in lines if line is not None]
 
 
 def finished(study):
     """{name: line} of all finished runs."""
-    return {name_of(line): line for line in read(study) if "key" in line}
+    lines = (line for line in read(study) if "key" in line)
+    return {(line["key"], line["data"], line["computes"]): line for line in lines}
 
 
 @cache  # tables.py reads the same lines hundreds of times
@@ -142,15 +148,15 @@ def parsed(line):
         return None
 
 
-def append(study, record):
-    path = path_of(study)
+def append(study, line):
+    path = files_of(study)[-1]
     path.parent.mkdir(exist_ok=True)
     with open(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
         cut = size > 0 and file.read(1) != b"\n"
-        file.write(b"\n" * cut + json.dumps(record).encode() + b"\n")
+        file.write(b"\n" * cut + json.dumps(line).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -199,8 +205,7 @@ def thinned(curve):
 def train(settings, device, folder, look, lock=None):
     """Train one run, or continue it.
 
-    look: arguments of eval.py, not for mixtures of depths; or a function of the run's folder, which
-    returns what to add to its line.
+    look: arguments of eval.py, not for mixtures of depths.
     lock: a locked file. The children hold it too: if only this process is killed, a second start
     waits for them.
     """
@@ -221,8 +226,6 @@ def train(settings, device, folder, look, lock=None):
     found = summary(folder)
     if found is None or (failed and found["loss"] is not None):
         raise SystemExit(f"{folder} did not finish: see the message of train.py above")
-    if callable(look):
-        return found | look(folder)
     look = MOD if settings.get("mod_on", "none") != "none" else look
     if look and found["loss"] is not None:
         if fails(EVAL, f"--out_dir={folder}", f"--device={device}", *look):
@@ -267,6 +270,14 @@ def free_devices():
 stopped = Event()  # set when a run fails or Ctrl-C stops it
 
 
+def begin(keep):
+    """What a script does first. keep: its setting record."""
+    global record
+    record = keep
+    signal.signal(signal.SIGINT, stop)
+    stats.scipy()  # without it, stop now and not when all is trained
+
+
 def stop(*_):
     """Handles Ctrl-C. The runs receive it, too, and save."""
     stopped.set()
@@ -292,18 +303,16 @@ class Progress:
     seconds: an estimate for all of them. It counts like having measured a tenth of them.
     """
 
-    def __init__(self, price, runs, seconds=0.0):
+    def __init__(self, price, runs, seconds):
         self.price, self.done, self.total = price, 0, len(runs)
         self.left = sum(map(price, runs))
-        self.planned = seconds > 0
-        self.paid = self.left / 10 if seconds else 0.0
+        self.paid = self.left / 10
         self.began = time.monotonic() - seconds / 10
 
     def finish(self, settings):
         self.done += 1
         # Tuning can need more runs than planned, and the seeds follow it.
-        more = self.planned and settings.get("val_part") == "tune"
-        self.total = max(self.total, self.done + more)
+        self.total = max(self.total, self.done + (settings.get("val_part") == "tune"))
         self.paid += self.price(settings)
         self.left = max(0.0, self.left - self.price(settings))
 
@@ -327,40 +336,62 @@ def written(settings):
     return " ".join(f"{k}={v:g}" if type(v) is float else f"{k}={v}" for k, v in settings.items())
 
 
-def cost(settings):
-    """Proportional to the time of a run, approximately."""
+def size_of(settings):
+    """Proportional to the time of a step, approximately."""
     full = DEFAULTS | settings
-    return full["max_iters"] * tokens_of(full) * full["n_layer"]
+    return tokens_of(full) * full["n_layer"]
+
+
+def plan(runs, size=size_of, like=None):
+    """A Progress for runs to train. Measures one of them, and says how long all will take.
+
+    size(settings): proportional to the time of a step. like: the run to measure.
+    """
+    if not runs:
+        return Progress(size, [], 0.0)
+    like = like or runs[0]
+    of_step, others = probe(like)
+    price = lambda run: (DEFAULTS | run)["max_iters"] * of_step * size(run) / size(like) + others
+    n, names = len(devices()), dict.fromkeys((DEFAULTS | run)["residual"] for run in runs)
+    seconds = sum(map(price, runs)) / n
+    say(f"about {duration(seconds)} to train {len(runs)} runs of {', '.join(names)}, {n} at a time")
+    return Progress(price, runs, seconds)
+
+
+def missing(study, runs):
+    """{name: settings} of the runs that have no line."""
+    lines, named = finished(study), {name_of(settings): settings for settings in runs}
+    return {name: settings for name, settings in named.items() if name not in lines}
 
 
 def run(study, runs, look=(), progress=None):
     """Train the runs that have no result yet. Returns one line per run, in the order of runs.
 
-    look: as for train. progress: the Progress of a larger plan that includes these runs.
+    look: as for train. progress: the Progress of a larger plan that includes these runs. Without
+    one, says first how long they will take.
     """
-    lines = finished(study)
-    wanted = [name_of({"key": key(settings)} | place(settings)) for settings in runs]
-    missing = {name: run for name, run in zip(wanted, runs) if name not in lines}
-    progress = progress or Progress(cost, missing.values())
+    wanted = missing(study, runs)
+    progress = progress or plan([*wanted.values()])
 
     def job(name):
         device = free_devices().get()
         try:
             if stopped.is_set():
                 raise SystemExit(f"{study}: stopped")
-            lines[name] = line = locked(study, name, missing[name], device, look)
+            line = locked(study, name, wanted[name], device, look)
         except BaseException:
             stopped.set()  # start no other run
             raise
         finally:
             free_devices().put(device)
-        progress.finish(missing[name])
+        progress.finish(wanted[name])
         loss = "diverged" if line["loss"] is None else f"loss {line['loss']:.3f}"
-        say(f"{described(missing[name], runs)}  {loss}   {progress}")
+        say(f"{described(wanted[name], runs)}  {loss}   {progress}")
 
     with ThreadPoolExecutor(len(devices())) as pool:
-        list(pool.map(job, missing))
-    return [lines[name] for name in wanted]
+        list(pool.map(job, wanted))
+    lines = finished(study)
+    return [lines[name_of(settings)] for settings in runs]
 
 
 class NotFinished(SystemExit):
@@ -450,7 +481,7 @@ def race(study, runs, measure=True):
         for name in missing:
             per_token = tokens_of(settings[first]) / tokens_of(settings[name])
             ratios = [a / b * per_token for a, b in zip(times[name], times[first])]
-            ratio = [round(r, 4) for r in median_interval(ratios)]
+            ratio = [round(r, 4) for r in stats.median_interval(ratios)]
             known[pairs[name]] = ratio
             given = [changed(settings[each]) for each in (first, name)]
             append(study, {"race": pairs[name], "runs": given, "ratio": ratio} | where)
@@ -484,12 +515,8 @@ def stepper(full, device):
     return lambda: [step() for _ in range(STEPS)]
 
 
-def aligned(columns):
+def aligned(rows):
     """A table for a terminal."""
+    columns = [[str(cell) for cell in column] for column in zip(*rows)]
     padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
     return "\n".join("  ".join(row).rstrip() for row in zip(*padded))
-
-
-def table(header, rows):
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"

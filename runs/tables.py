@@ -25,25 +25,27 @@ from functools import cache, partial
 from itertools import product
 from statistics import mean, median, stdev
 
-import copying
 import judge
 import lead
-import recipe
 import stats
 import study
-from stats import by_seed, decided, gap_of, losses_of, minus, plus_minus, verdict, with_range
-from study import ROOT, NotFinished, find, read
+from stats import by_seed, decided, gap_of, losses_of, plus_minus, verdict, with_range
+from study import ROOT, NotFinished, find
 
 import plot
 from configurator import configure
 from model import RESIDUALS
 
 RESULTS = ROOT / "results"
-PAGES = ("RESULTS.md", "results/more.md", "README.md")
+PAGES = ("RESULTS.md", "README.md")
 SEEDS = (judge.seeds, 5)  # numbers of seeds that a mode may have, the most first
 BASELINE = judge.baseline
 DEPTHS = (4, 8, 16, 32)
 OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
+JUDGED = {mode: (mode, {}) for mode in RESIDUALS}  # name: (mode, its own settings)
+JUDGED |= {"ihc, 2 streams": ("ihc", {"hc_streams": 2})}
+COPIES = 0.75  # a model copies if repeated characters cost less than this share of the first time
+study.record = True  # read results/ only
 
 
 def load(name):
@@ -67,26 +69,27 @@ def with_most_seeds(numbers, lines_of):
 
 @cache
 def judged(optimizer):
-    """({mode: what judge.train returns}, {mode: median_interval of its time}) of the judged modes.
+    """({name: what judge.train returns}, {name: median_interval of its time}) of what is JUDGED.
 
     The baseline has all lengths that its comparisons need.
     """
-    scale, lines_of = scale_of(optimizer), partial(find, "judge")
-    trained = {}
-    for mode in RESIDUALS:
-        found = with_most_seeds(SEEDS, partial(judge.train, scale, mode, lines_of))
+    usual, lines_of = scale_of(optimizer), partial(find, "judge")
+    trained, timed = {}, judge.timed(usual, [])
+    for name, (mode, change) in JUDGED.items():
+        found = with_most_seeds(SEEDS, partial(judge.train, usual | change, mode, lines_of))
         if found:
-            trained[mode] = found
-    ratios = study.race("judge", judge.timed(scale, trained), measure=False)
+            trained[name] = found
+            timed |= {name: judge.timed(usual | change, [mode])[mode]}
+    ratios = study.race("judge", timed, measure=False)
     choice, lines = trained[BASELINE]
     lengths = judge.lengths(ratios)
     try:
-        own = judge.choices_at(scale, BASELINE, choice, lines_of, lengths)
+        own = judge.choices_at(usual, BASELINE, choice, lines_of, lengths)
     except NotFinished:  # the first runs are older than the tuning for these lengths
         own = dict.fromkeys(lengths, choice)
     for name, other in {**own, **judge.other_rates(choice)}.items():
         length = name if name in lengths else 1.0
-        runs = partial(judge.of_seeds, scale, BASELINE, other, length=length)
+        runs = partial(judge.of_seeds, usual, BASELINE, other, length=length)
         found = with_most_seeds(SEEDS, lambda n, runs=runs: lines_of(runs(n)))
         if found:
             lines[name] = found
@@ -132,9 +135,9 @@ def judge_facts():
     """How many modes have each verdict, and what could have been found."""
     head, rows = table_of("modes")
     words = dict(zip(head, zip(*rows[3:])))  # without the baseline
-    for kind in ("verdict", "after Holm"):
-        for word in ("better", "worse", "undecided"):
-            yield f"{kind}: {word}", sum(cell.startswith(word) for cell in words[kind])
+    for word in ("better", "worse", "undecided"):
+        yield f"verdict: {word}", sum(cell.startswith(word) for cell in words["verdict"])
+    yield "after Holm: worse", words["after Holm"].count("worse")
     yield "fragile", sum("fragile" in cell for cell in words["verdict"])
     yield "designs", len(RESIDUALS)
     yield "compared", len(words["mode"])
@@ -143,8 +146,9 @@ def judge_facts():
     yield "median half-width", f"{median(half_widths):.4f}"
     able = [stats.detectable(half, each["n"]) for half, each in zip(half_widths, decidable)]
     yield "difference to be found", f"{median(able):.3f}"
-    ihc, mhc = (judged_lines("muon", mode) for mode in ("ihc", "mhc"))
-    yield "ihc minus mhc", plus_minus(gap_of(ihc, mhc))
+    for pair in (("ihc", "mhc"), ("bhyt_exact", "bhyt")):
+        lines = (judged_lines("muon", mode) for mode in pair)
+        yield " minus ".join(pair), plus_minus(gap_of(*lines))
     commits = [line["commit"] for line in study.finished("judge").values()]
     share = mean(commit.endswith("+changes") for commit in commits)
     yield "runs with uncommitted changes", f"{share:.0%}"
@@ -214,7 +218,7 @@ def at_size():
 
 
 # ------------------------------------------------------------------------------------------------
-# Other lengths and depths, changed parts, mixtures of depths: runs/lead.py
+# Other depths, streams, experts, mixtures of depths: runs/lead.py
 
 
 @cache
@@ -222,50 +226,14 @@ def lead_lines(what, optimizer="muon"):
     """{(name, value): the lines of its seeds} of what has finished of a plan of runs/lead.py."""
     changes, settings_of = lead.PLANS[what]
     found = {}
-    for at in product(changes, settings_of):
-        name, value = at
-        plan = {name: changes[name]}, {value: settings_of[value]}, find, optimizer
+    for name, value in product(changes, settings_of):
         with suppress(NotFinished):  # not tuned yet
-            runs = lead.runs_of(*plan)[at]
+            runs = lead.runs_of(name, changes[name], settings_of[value], find, optimizer)
             numbers = range(len(runs), 2, -1)  # of seeds: all, or the first ones
             lines = with_most_seeds(numbers, lambda n, runs=runs: find("lead", runs[:n]))
             if lines:
-                found[at] = lines
+                found[name, value] = lines
     return found
-
-
-def lead_times(what):
-    """{name: median_interval of its step time over that of the plan's first name}, if timed."""
-    runs = {name: lines[0]["settings"] for (name, _), lines in lead_lines(what).items()}
-    return study.race("lead", runs, measure=False)
-
-
-def lengths():
-    """Differences from pre-norm after fewer and more steps. The verdicts are on both of its rates,
-    as far as it was trained with the second one.
-    """
-    found, changes = lead_lines("tokens"), lead.PLANS["tokens"][0]
-    theirs = {steps: losses_of(of) for (name, steps), of in found.items() if name == BASELINE}
-    other_rate = [(n, losses_of(of)) for (name, n), of in found.items() if name in lead.OTHER_RATES]
-    one = judged_lines("muon", BASELINE)[0]
-    per_step = one["tokens"] / one["steps"] / one["params"]
-    head = ("mode", "steps", "bytes per parameter", "at equal steps")
-    head += ("from pre-norm at another rate", "verdict on both")
-    rows = []
-    for name, steps, _, gap in lead.rows(found, changes):
-        if changes[name] is not None:
-            continue
-        ours = found[name, steps]
-        others = [found[rate, steps] for rate in lead.OTHER_RATES if (rate, steps) in found]
-        gaps = [gap, *(gap_of(ours, other) for other in others)]
-        words = (plus_minus(gap), ", ".join(map(plus_minus, gaps[1:])), verdict(gaps))
-        times = [steps * ratio for ratio in judged("muon")[1][name]]
-        known = min(theirs) <= min(times) and max(times) <= max(theirs)
-        pairs = product((theirs, theirs | dict(other_rate)), times) if known else ()
-        at_time = [stats.gap_at(time, losses_of(ours), by_length) for by_length, time in pairs]
-        cells = (plus_minus(at_time[1]), verdict(at_time)) if known else ("", "")
-        rows.append((name, f"{steps:,}", f"{steps * per_step:.1f}", *words, *cells))
-    return (*head, "at equal time", "verdict at equal time"), rows
 
 
 @cache
@@ -318,68 +286,12 @@ def depths():
     return ("mode", "optimizer", *(f"{n} blocks" for n in DEPTHS), "when doubled"), rows
 
 
-def experts():
-    """NAG's loss minus pre-norm's in models with experts, by width over depth."""
-    found, pairs, rows = lead_lines("experts", "adamw"), {}, []
-    for ratio, (blocks, width, _) in lead.SHAPES.items():
-        if {("nag", ratio), (BASELINE, ratio)} <= found.keys():
-            ours, theirs = found["nag", ratio], found[BASELINE, ratio]
-            pairs[width / blocks] = ours, theirs
-            losses = (f"{mean(losses_of(lines)):.4f}" for lines in (theirs, ours))
-            cells = (f"{blocks} x {width}", len(ours), *losses)
-            rows.append((str(ratio), *cells, *decided([gap_of(ours, theirs)])))
-    if len(pairs) > 1:
-        rows.append(("change when the ratio doubles", *[""] * 4, growth(pairs), ""))
-    head = ("width / depth", "blocks x width", "seeds", BASELINE, "nag", "nag minus prenorm")
-    return (*head, "verdict"), rows
-
-
 def by_mode(lines):
-    """{mode: its lines, in the order of seeds}"""
+    """{mode: its lines}"""
     found = {}
-    for line in sorted(lines, key=lambda line: line["settings"]["seed"]):
+    for line in lines:
         found.setdefault(line["settings"].get("residual", BASELINE), []).append(line)
     return found
-
-
-def of_streams():
-    """What mhc and ihc owe to parameters and to several streams, with seeds of their own."""
-    found = {name: lines for (name, _), lines in lead_lines("streams").items()}
-    again = by_mode(study.finished("float32").values())
-    found |= {f"{mode} in float32": lines for mode, lines in again.items()}
-    large, narrow = "prenorm as large as mhc", "ihc with one stream"
-    pairs = [(name, BASELINE) for name in (large, "mhc", narrow, "ihc")]
-    pairs += [("mhc", large), ("ihc", narrow), ("ihc in float32", f"{BASELINE} in float32")]
-    rows = []
-    for name, base in pairs:
-        if {name, base} <= found.keys():
-            ours, theirs = found[name], found[base]
-            params = [f"{lines[0]['params']:,}" for lines in (ours, theirs)]
-            n = min(len(ours), len(theirs))
-            rows.append((name, base, *params, n, *decided([gap_of(ours, theirs)])))
-    head = ("model", "minus", "parameters", "parameters of the other", "seeds", "difference")
-    return (*head, "verdict"), rows
-
-
-def copiers():
-    """When the model of each seed starts to copy, and the losses at the end."""
-    found = {}
-    for line in sorted(read("copying"), key=lambda line: line["settings"]["seed"]):
-        full = study.DEFAULTS | line["settings"]
-        group = (full["optimizer"], full["n_layer"], full["residual"], full["learning_rate"])
-        found.setdefault(group, []).append(line)
-    rows = []
-    for (optimizer, blocks, mode, rate), lines in sorted(found.items()):
-        columns = (
-            [line["settings"]["seed"] for line in lines],
-            [copying.onset(line) or "never" for line in lines],
-            [f"{line['copying'][-1][2]:.2f}" for line in lines],
-            [f"{line['loss']:.3f}" for line in lines],
-        )
-        cells = (", ".join(map(str, column)) for column in columns)
-        rows.append((mode, OPTIMIZERS[optimizer], blocks, f"{rate:g}", *cells))
-    head = ("mode", "optimizer", "blocks", "rate", "seeds", "copies after steps")
-    return (*head, "repeated characters", "loss"), rows
 
 
 def of_tuning_seeds(mode, rate):
@@ -411,26 +323,6 @@ def early():
     return ("mode", "optimizer", *(f"step {step:,}" for step in steps)), rows
 
 
-def parts():
-    """NAG and BHyT with one part changed."""
-    rows = []
-    for what in ("nag", "bhyt"):
-        changes, times = lead.PLANS[what][0], lead_times(what)
-        lines = lead_lines(what)
-        found = [*lead.rows(lines, changes)]
-        n = {name: min(len(lines[name, 4000]), len(lines[what, 4000])) for name, *_ in found}
-        corrected = stats.holm({name: (gap, n[name]) for name, _, _, gap in found})
-        for name, _, loss, gap in found:
-            time = f"{times[name][1]:.2f}" if name in times else ""
-            rows.append((what, name, f"{loss:.4f}", *decided([gap]), corrected[name], time))
-    measured, predicted = (judged_lines("muon", mode) for mode in ("bhyt_exact", "bhyt"))
-    loss = f"{mean(losses_of(measured)):.4f}"
-    gap = decided([gap_of(measured, predicted)])
-    rows.append(("bhyt", "variance measured (5 seeds)", loss, *gap, "", ""))
-    head = ("mode", "change", "loss", "difference", "verdict", "after Holm", "step time")
-    return head, rows
-
-
 def mean_of(lines, key):
     return mean(line[key] for line in lines)
 
@@ -458,7 +350,9 @@ def at_equal_flops(lines):
 
 def mixtures():
     """NAG with mixtures of depths and with fewer blocks, beside the same model without skipping."""
-    found, changes, times = lead_lines("mod"), lead.PLANS["mod"][0], lead_times("mod")
+    found, changes = lead_lines("mod"), lead.PLANS["mod"][0]
+    timed = {name: lines[0]["settings"] for (name, _), lines in found.items()}
+    times = study.race("lead", timed, measure=False)
     rows = []
     for name, steps, *_ in lead.rows(found, changes):
         if changes[name] is None:
@@ -493,12 +387,18 @@ def with_further_seeds(lines):
     return lines[:3] + sorted(more, key=seed_of)
 
 
-def lead_facts():
-    """Pairs of mixtures of depths, models that copy, and runs that were repeated."""
+def copies(line):
+    """Whether a model copies from its context."""
+    first, again = line["depth"]["copying"]
+    return again < COPIES * first
+
+
+def mixture_facts():
+    """Differences between mixtures of depths."""
     found = {name: with_further_seeds(lines) for (name, _), lines in lead_lines("mod").items()}
     own = "NAG's router 0.4"
-    by_seed = (at_equal_flops(found[name]) for name in (own, "nag with 5 blocks"))
-    yield "NAG's router minus 5 blocks", plus_minus(stats.interval(stats.minus_shared(*by_seed)))
+    losses = (at_equal_flops(found[name]) for name in (own, "nag with 5 blocks"))
+    yield "NAG's router minus 5 blocks", plus_minus(stats.interval(stats.minus(*losses)))
     for ours, theirs in (
         ("NAG's router 0.2", "learned router 0.2"),
         (own, "learned router 0.4"),
@@ -508,24 +408,36 @@ def lead_facts():
     ):
         yield f"{ours} minus {theirs}", plus_minus(gap_of(found[ours], found[theirs]))
 
+
+def lead_facts():
+    """Streams, models that copy, NAG's lead by depth and with experts, and repeated runs."""
+    streams = lead_lines("streams")
+    narrow = "ihc with one stream"
+    yield f"ihc minus {narrow}", plus_minus(gap_of(streams["ihc", 4000], streams[narrow, 4000]))
     shallow = lead_lines("blocks", "adamw")
     for mode in (BASELINE, "nag"):
-        lines = shallow[mode, 4]
-        copy = [copying.copies(*line["depth"]["copying"]) for line in lines]
+        copy = [copies(line) for line in shallow[mode, 4]]
         yield f"{mode} copies with AdamW and 4 blocks", f"{sum(copy)} of {len(copy)}"
     pairs = by_depth()["nag", "AdamW"]
     deeper = growth({n: pair for n, pair in pairs.items() if n > 4})
     yield "change of NAG's lead from 8 to 32 blocks", deeper
     yield "NAG's lead with 32 blocks minus 2.4 times that with 8", minus_grown(pairs[32], pairs[8])
-    experts = lead_lines("experts", "adamw")
-    ends = [(experts["nag", ratio], experts[BASELINE, ratio]) for ratio in (19, 80)]
+
+    lines, pairs = lead_lines("experts", "adamw"), {}
+    for ratio, (blocks, width, _) in lead.SHAPES.items():
+        pairs[width / blocks] = pair = lines["nag", ratio], lines[BASELINE, ratio]
+        yield f"NAG's lead with experts at ratio {ratio}", plus_minus(gap_of(*pair))
+    yield "change of NAG's lead when the ratio doubles", growth(pairs)
+    ends = pairs[min(pairs)], pairs[max(pairs)]
     yield "NAG's lead at ratio 19 minus 2.4 times that at 80", minus_grown(*ends)
 
-    for again, words in (("another_cpu", "on another CPU"), ("float32", "in float32")):
-        changes = [*repeated(again, "lead")]
-        yield f"runs {words}", len(changes)
-        yield f"mean change {words}", f"{mean(changes):+.4f}"
-        yield f"deviation {words}", f"{stdev(changes):.4f}"
+    yield "deviation on another CPU", f"{stdev(repeated('another_cpu', 'lead')):.4f}"
+    change = mean(repeated("repaired", "judge"))
+    yield "change of mhc with float32 gradients", f"{change:+.4f}"
+    lines = study.finished("retuned").values()
+    of = by_mode(line for line in lines if line["settings"]["seed"] not in judge.TUNING)
+    for mode in ("x0mix", "rezero"):
+        yield f"{mode} at half its rate", in_words(gap_of(of[mode], of[BASELINE]))
 
 
 def repeated(again, first):
@@ -536,7 +448,7 @@ def repeated(again, first):
 
 
 # ------------------------------------------------------------------------------------------------
-# Inside the models, and other studies
+# Inside the models, the default run, and speed
 
 INSIDE = {  # what eval.py measured by depth on seed 1
     "norm growth": lambda depth: depth["norm"][-1] / depth["norm"][0],
@@ -566,64 +478,15 @@ def inside():
     return ("mode", *INSIDE), rows
 
 
-EARLIER = {  # finding: (study, variant, the variant that it is compared with)
-    "8 blocks: NAG": ("nag_depth", "nag_8", "prenorm_8"),
-    "16 blocks: NAG": ("nag_depth", "nag_16", "prenorm_16"),
-    "32 blocks: NAG": ("nag_depth", "nag_32", "prenorm_32"),
-    "NAG's rotation alone": ("nag_ladder", "rotation_only", "prenorm"),
-    "BHyT as published": ("bhyt", "bhyt", "prenorm"),
-    "BHyT with outputs of variance 1": ("bhyt", "bhyt_unit", "prenorm"),
-    "40% skip MLPs, from none": ("mod_table", "learned_mlp_0.4", "dense"),
-    "40% skip attention, from none": ("mod_table", "learned_attention_0.4", "dense"),
-    "20% skip, from pre-norm's": ("mod_table", "no_fallback_0.2", "prenorm_learned_0.2"),
-}
-
-
-def of_earlier(name, variant):
-    """The losses of all seeds, at the learning rate that is best for the first seed."""
-    lines = [x for x in read("earlier") if (x["study"], x["variant"]) == (name, variant)]
-    lines = sorted(lines, key=lambda line: line["seed"])
-    first = [line for line in lines if line["seed"] == lines[0]["seed"]]
-    rate = min(first, key=lambda line: line["loss"])["learning_rate"]
-    return [line["loss"] for line in lines if line["learning_rate"] == rate]
-
-
-def earlier():
-    rows = []
-    for finding, (name, ours, theirs) in EARLIER.items():
-        gap = minus(of_earlier(name, ours), of_earlier(name, theirs))
-        rows.append((finding, plus_minus(stats.interval(gap))))
-    return ("short runs", "difference"), rows
-
-
-def other_facts():
-    """The default run, small networks, BHyT's prediction and speed, and high learning rates."""
+def default_facts():
     log = map(json.loads, (RESULTS / "default" / "log.jsonl").read_text().splitlines())
     losses = [record["val_loss"] for record in log if record.get("val_loss")]
     yield "default run", f"{losses[-1]:.3f}"
     yield "default run on the whole split", f"{load('default/eval.json')['loss']['loss']:.3f}"
 
-    for line in read("classroom"):
-        known = line["settings"]
-        if known["what"] == "stack":
-            yield f"stack {known['case']}", f"{line['first']:.3g} to {line['last']:.3g}"
-        if known["what"] == "transformer" and known["rate"] == 1e-3:  # the better of two rates
-            yield f"one block, {known['skip']}", f"{line['last']:.2f}"
-        if known["what"] == "bigram":
-            yield "entropy given one character", f"{line['entropy']:.2f}"
 
-    change = mean(repeated("repaired", "judge"))
-    yield "change of mhc with float32 gradients", f"{change:+.4f}"
-    of = by_mode(x for x in read("retuned") if x["settings"]["seed"] not in judge.TUNING)
-    for mode in ("x0mix", "rezero"):
-        yield f"{mode} at half its rate", in_words(gap_of(of[mode], of[BASELINE]))
-
-    found = load("variance.json")
-    yield "R2 of BHyT's prediction", f"{mean(found['R2']):.2f}"
-    for line in read("earlier"):
-        mode, rate = line["variant"], line["learning_rate"]
-        if (line["study"], line["seed"]) == ("bhyt", 1) and rate in (0.001, 0.03):
-            yield f"variance of {mode} at {rate}", f"{line['variance'][-1]:.2g}"
+def speed_facts():
+    """Times of BHyT over other designs, and steps at 12 x 768."""
     gpu = load("speed/gpu.json")
     forward = gpu["forward"]["forward"]
     training = gpu["step, 2 x 2048: norms"]["train"]
@@ -646,17 +509,6 @@ def other_facts():
     for rate in (0.2, 0.4):
         row = gpu["skipping"]["mod"][f"step, rate {rate}"]
         yield f"time of a step that skips {rate:.0%}", with_range(row["ratio"])
-
-
-def conversion():
-    """A pre-norm model that trains on, unchanged or converted; the settings are tuned on seed 0."""
-    starts = [line for line in read("convert") if "init_from" in line["settings"]]
-    of, rows = by_mode(line for line in starts if line["settings"]["seed"] > 0), []
-    for mode, lines in of.items():
-        losses = (f"{mean_of(lines, key):.4f}" for key in ("start", "loss"))
-        factor = lines[0]["settings"]["learning_rate"] / study.DEFAULTS["learning_rate"]
-        rows.append((mode, *losses, plus_minus(gap_of(lines, of[BASELINE])), f"{factor:g}"))
-    return ("start", "loss at step 0", "loss", f"minus {BASELINE}'s", "factor on rates"), rows
 
 
 def speed():
@@ -687,16 +539,11 @@ def speed():
 # ------------------------------------------------------------------------------------------------
 # The pages
 
+FACTS = (judge_facts, verdict_facts, mixture_facts, lead_facts, default_facts, speed_facts)
 TABLES = {
     "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"), "at size": at_size,
-    "lengths": lengths, "depths": depths, "streams": of_streams, "experts": experts,
-    "copying": copiers, "early": early, "parts": parts,
-    "mixtures": mixtures, "inside": inside, "earlier": earlier, "speed": speed,
-    "recipe": lambda: (recipe.HEAD, [*recipe.rows(find)]),
-    "conversion": conversion,
-    "facts": lambda: (
-        ("fact", "value"), [*judge_facts(), *verdict_facts(), *lead_facts(), *other_facts()]
-    ),
+    "depths": depths, "early": early, "mixtures": mixtures, "inside": inside, "speed": speed,
+    "facts": lambda: (("fact", "value"), [row for facts in FACTS for row in facts()]),
 }  # fmt: skip
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?<!-- end -->", re.S)
 NUMBER = re.compile(r"(<!-- ([^<>/]+)/([^<>/]+)/([^<>/]+) -->).*?<!-- -->")
@@ -726,9 +573,14 @@ def number(name, row, column):
     return str(named[0][head.index(column)])
 
 
+def written(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
+
+
 def filled(page):
     """The text of a page with its tables and numbers written anew."""
-    as_table = lambda mark: f"{mark[1]}{study.table(*table_of(mark[2]))}<!-- end -->"
+    as_table = lambda mark: f"{mark[1]}{written(*table_of(mark[2]))}<!-- end -->"
     as_number = lambda mark: f"{mark[1]}{number(*mark.groups()[1:])}<!-- -->"
     page, n_tables = TABLE.subn(as_table, page)
     page, n_numbers = NUMBER.subn(as_number, page)

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
-import copying
 import judge
 import lead
 import numpy
@@ -30,6 +29,9 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "ROOT", tmp_path)
     monkeypatch.setattr(study, "data_hash", lambda data_dir: "data")
     monkeypatch.setattr(study, "devices", lambda: ["cpu", "cpu"])
+    monkeypatch.setattr(study, "probe", lambda settings: (9.0, 0.0))
+    monkeypatch.setattr(study, "record", False)
+    monkeypatch.setattr(study.signal, "signal", lambda *_: None)
     study.free_devices.cache_clear()
     study.stopped.clear()
     yield tmp_path
@@ -65,7 +67,7 @@ def test_a_line_that_was_cut_is_trained_again(place, monkeypatch):
     trained = []
     monkeypatch.setattr(study, "train", trainer(lambda full: 1.0, trained))
     study.run("toy", [{"seed": 1}, {"seed": 2}])
-    path = study.path_of("toy")
+    path = study.files_of("toy")[-1]
     whole = path.read_text()
     path.write_text(whole[:-20])
     study.run("toy", [{"seed": 1}, {"seed": 2}])
@@ -238,7 +240,6 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
         return loss + 0.3 * math.sin(full["seed"]) + alone
 
     monkeypatch.setattr(study, "train", trainer(loss_of, trained))
-    monkeypatch.setattr(study, "probe", lambda settings: (9.0, 0.0))
     monkeypatch.setattr(study, "stepper", lambda full, device: full["residual"])
     seconds = {"prenorm": [0.1, 0.2, 0.1], "nag": [0.1 * ratio, 0.2 * ratio, 0.1 * ratio]}
     monkeypatch.setattr(study.bench, "race", lambda steps, rounds: seconds)
@@ -254,8 +255,9 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     longest = 2.0 if ratio > 1.4 else 1.4
     steps = 7800 * (1 + ratio) + 3200 * (0.7 + 1.4 + 2.0 * (ratio > 1.4) + 2)
     steps += 3 * 400 * (0.7 + longest)  # the rate is tuned again at the ends
-    hours = f"about {steps * 9.0 / 2 / 3600:.1f} hours to tune and train prenorm, nag"
+    hours = f"about {steps * 9.0 / 2 / 3600:.1f} hours to train "
     assert lines[0].startswith("timing the steps of prenorm, nag") and lines[1].startswith(hours)
+    assert lines[1].endswith(" runs of prenorm, nag, 2 at a time")
     assert "\n".join(lines).count("about") == 1
     assert any(
         re.fullmatch(r"nag +tune 0  \d+ steps  rate 0.016  loss .*   \d+ of \d+, .* left", line)
@@ -314,6 +316,10 @@ def test_rates_at_which_no_model_learns_are_not_compared(place, monkeypatch):
 
 def by_seed(values, first=0):
     return dict(enumerate(values, first))
+
+
+def differences(ours, theirs):
+    return [*stats.by_seed(ours, theirs).values()]
 
 
 def test_the_slope_of_two_groups_without_a_common_seed_is_welchs_difference():
@@ -393,9 +399,9 @@ def test_seeds_that_only_one_side_has_do_not_count():
 
 def test_differences_are_paired_by_seed_and_not_by_position():
     ours, theirs = lines_with(1.0, 2.0, 4.0), lines_with(0.5, 0.0, 1.0, 7.0)
-    assert stats.differences(ours, theirs) == [0.5, 2.0, 3.0]
-    assert stats.differences(ours[::-1], [theirs[i] for i in (2, 0, 3, 1)]) == [0.5, 2.0, 3.0]
-    assert stats.differences(ours, lines_with(0.5, 0.0, 1.0, first=2)) == [1.5, 4.0]
+    assert differences(ours, theirs) == [0.5, 2.0, 3.0]
+    assert differences(ours[::-1], [theirs[i] for i in (2, 0, 3, 1)]) == [0.5, 2.0, 3.0]
+    assert differences(ours, lines_with(0.5, 0.0, 1.0, first=2)) == [1.5, 4.0]
     no_seed = [{"loss": 1.0, "settings": {}}, {"loss": 2.0, "settings": {}}]
     for bad in (no_seed, [*ours, ours[0]]):
         for pair in ((ours, bad), (bad, ours)):
@@ -409,7 +415,6 @@ def test_a_rehearsal_is_small_and_says_so(place, monkeypatch, capsys):
     trained = []
     loss_of = lambda full: 5.0 + 0.1 * full["seed"] + full["learning_rate"]
     monkeypatch.setattr(study, "train", trainer(loss_of, trained))
-    monkeypatch.setattr(study, "probe", lambda settings: (0.01, 3.0))
     monkeypatch.setattr(study, "race", lambda name, runs: dict.fromkeys(runs, (1.0, 1.0, 1.0)))
     monkeypatch.setattr(study, "ROUNDS", study.ROUNDS)
     for name in (*judge.OWN, *judge.FEW):
@@ -537,7 +542,7 @@ def test_the_figure_cuts_no_interval_and_hides_no_point(tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "canvas", canvas)
     for steps, time in (((0.4, 0.1), (0.3, 0.2)), ((-0.5, 0.3), None), ((0.0, 0.0), (0.0, 0.0))):
         times = [time] * 3 if time else []
-        judge.draw(tmp_path / "b.png", [{"mode": "keel", "steps": steps, "times": times}])
+        judge.draw(tmp_path / "b.png", [{"mode": "keel", "steps": steps, "times": times}], {})
         axes = drawn[-1][1]
         left, right = axes.get_xlim()
         ends = [middle + sign * half for middle, half in (steps, time or steps) for sign in (-1, 1)]
@@ -549,7 +554,7 @@ def test_the_figure_cuts_no_interval_and_hides_no_point(tmp_path, monkeypatch):
     judge.draw(tmp_path / "out" / "a.png", found, {"nag": "NAG"})
     figure, _ = drawn[-1]
     monkeypatch.setattr(judge, "rehearse", True)
-    judge.draw(tmp_path / "c.png", found)
+    judge.draw(tmp_path / "c.png", found, {})
     titles = [drawn_axes.get_title() for _, drawn_axes in drawn[-2:]]
     assert titles == ["", "rehearsal: ignore these numbers"]
     (axes,) = figure.axes
@@ -601,8 +606,10 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
     monkeypatch.setattr(lead, "values", "1000,8000")
     changes, settings_of = lead.selected(lead.PLANS["tokens"])
     assert list(changes) == ["prenorm", "nag", "bhyt"] and [*settings_of] == [1000, 8000]
-    runs = lead.runs_of(changes, settings_of, study.run)
-    lines = {at: study.run("lead", of_seeds) for at, of_seeds in runs.items()}
+    lines = {
+        (name, value): study.run("lead", lead.runs_of(name, changes[name], at, study.run))
+        for name, (value, at) in product(changes, settings_of.items())
+    }
     found = {(name, value): rest for name, value, *rest in lead.rows(lines, changes)}
     differences = [-0.1 + 0.001 * seed**2 for seed in lead.SEEDS]
     mean, half = stats.interval(differences)
@@ -623,21 +630,20 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
 def test_lead_times_only_what_has_finished(place, monkeypatch, capsys):
     monkeypatch.setattr(study, "train", trainer(lambda full: 1.0 + 0.1 * full["seed"], []))
     monkeypatch.setattr(study, "race", lambda name, runs: {key: 1.5 for key in runs})
-    for key in ("what", "names", "timed"):
+    for key in ("what", "names", "timed", "record"):
         monkeypatch.setattr(lead, key, getattr(lead, key))
-    argv = ["lead.py", "--what=nag", "--names=not centred"]
+    argv = ["lead.py", "--what=nag", "--names=not modulated"]
     monkeypatch.setattr(sys, "argv", [*argv, "--timed=True"])
     with pytest.raises(SystemExit, match="have not finished"):
         lead.main()
-    monkeypatch.setattr(sys, "argv", ["lead.py", "--what=blocks", "--timed=True"])
-    with pytest.raises(SystemExit, match="only for plans with one length or shape"):
-        lead.main()
     monkeypatch.setattr(sys, "argv", [*argv, "--timed=False"])
     lead.main()
+    first = capsys.readouterr().out.splitlines()[0]
+    assert re.fullmatch(r"about .* to train 24 runs of nag, 2 at a time", first)
     monkeypatch.setattr(sys, "argv", [*argv, "--timed=True"])
-    capsys.readouterr()
     lead.main()
-    assert capsys.readouterr().out.endswith("{'nag': 1.5, 'not centred': 1.5}\n")
+    times = "{('nag', 4000): 1.5, ('not modulated', 4000): 1.5}\n"
+    assert capsys.readouterr().out.endswith(times)
 
 
 def test_lead_takes_what_the_judge_found_on_another_kind_of_machine(place, monkeypatch):
@@ -671,8 +677,8 @@ def test_long_and_deep_runs_use_the_rate_that_is_best_at_half_of_that(
 
     monkeypatch.setattr(study, "train", trainer(loss_of, trained))
     largest = lead.PLANS[what][1][value]
-    runs = lead.runs_of({"prenorm": None}, {value: largest}, study.run)
-    assert {run["learning_rate"] for run in runs["prenorm", value]} == {0.004}
+    runs = lead.runs_of("prenorm", None, largest, study.run)
+    assert {run["learning_rate"] for run in runs} == {0.004}
     assert {run["seed"] for run in trained} == {*judge.TUNING}
     (axis,) = largest
     assert max(run[axis] for run in trained) == lead.LARGEST[axis]
@@ -711,8 +717,8 @@ def test_experts_of_all_shapes_have_equal_parameters():
 # The pages
 
 
-def pages():
-    return {page: open(f"{HERE}/{page}").read() for page in tables.PAGES}
+def pages(*more):
+    return {page: open(f"{HERE}/{page}").read() for page in (*tables.PAGES, *more)}
 
 
 def test_the_tables_and_numbers_of_the_pages_are_those_of_the_results():
@@ -721,8 +727,8 @@ def test_the_tables_and_numbers_of_the_pages_are_those_of_the_results():
 
 
 def test_every_interval_in_the_prose_is_in_a_table():
-    texts = pages().values()
-    interval = re.compile(r"[+-][\d.]+ ± [\d.]+")
+    texts = pages("results/more.md").values()
+    interval = re.compile(r"[+-]\d\.\d+ ± \d\.\d+")
     rows, prose = "", ""
     for text in texts:
         for line in text.splitlines(keepends=True):
@@ -740,7 +746,7 @@ def test_every_interval_in_the_prose_is_in_a_table():
     ("<!-- modus/nag/loss -->1<!-- -->", "no table 'modus': choose from modes, "),
     ("<!-- modes/nag/los -->1<!-- -->", "no column 'los': choose from mode, seeds, loss"),
     ("<!-- modes/nagg/loss -->1<!-- -->", "has 0 rows 'nagg': choose one from prenorm, "),
-    ("<!-- lengths/nag/steps -->1<!-- -->", "has 5 rows 'nag'"),
+    ("<!-- at size/nag/FLOPs -->1<!-- -->", "has 2 rows 'nag'"),
     ("<!-- modes/nag/loss -->1", "a mark has no end"),
     ("<!-- table: modes -->\n", "a mark has no end"),
 ])  # fmt: skip
@@ -768,6 +774,7 @@ def toy_mode(monkeypatch):
     for each in caches:
         each.cache_clear()
     monkeypatch.setitem(RESIDUALS, "toy", Toy)
+    monkeypatch.setitem(tables.JUDGED, "toy", ("toy", {}))
     yield
     for each in caches:
         each.cache_clear()
@@ -801,7 +808,8 @@ def test_readme_has_a_row_for_each_judged_mode():
     rows = [line for line in readme.splitlines() if re.search(r"\| `\w+` \|", line)]
     named = [re.search(r"`(\w+)`", row)[1] for row in rows]
     assert len(named) == len({*named})
-    assert tables.judged("muon")[0].keys() <= {*named} <= RESIDUALS.keys()
+    judged = {tables.JUDGED[name][0] for name in tables.judged("muon")[0]}
+    assert judged <= {*named} <= RESIDUALS.keys()
     assert all(row.count(" | ") == 3 for row in rows)
     assert tables.names_in_words(readme)["nag"] == "NAG, norm-agnostic"
 
@@ -841,7 +849,7 @@ def test_sentences_written_by_hand_agree_with_the_results():
 
     adamw, muon = ({mode: lines[1.0] for mode, (_, lines) in tables.judged(name)[0].items()}
                    for name in ("adamw", "muon"))  # fmt: skip
-    found = stats.differences(adamw["nag"], adamw["prenorm"])
+    found = differences(adamw["nag"], adamw["prenorm"])
     assert len(found) == 8 and max(found) < 0  # "with every seed"
     for mode in ("nag", "prenorm"):  # "With Muon both end lower still"
         assert max(stats.losses_of(muon[mode])) < min(stats.losses_of(adamw[mode]))
@@ -856,7 +864,7 @@ def test_sentences_written_by_hand_agree_with_the_results():
         nag, prenorm = (stats.losses_of(of_blocks[mode, blocks]) for mode in ("nag", "prenorm"))
         assert len(nag) == len(prenorm) == 6 and max(nag) < min(prenorm)  # "below all of"
     deep = sum((of_blocks[mode, n] for mode in ("nag", "prenorm") for n in (16, 32)), [])
-    assert all(copying.copies(*line["depth"]["copying"]) for line in deep)  # "all copy"
+    assert all(tables.copies(line) for line in deep)  # "all copy"
     assert tables.number("depths", "nag AdamW", "when doubled").startswith("+")  # "no growth"
     fact = tables.number("facts", "change of NAG's lead from 8 to 32 blocks", "value")
     change, half = map(float, fact.split(" ± "))
@@ -868,13 +876,13 @@ def test_sentences_written_by_hand_agree_with_the_results():
         fact = tables.number("facts", f"NAG's lead {ends}", "value")
         change, half = map(float, fact.split(" ± "))
         assert change > 0 and (change > half) == less
-    copy = [copying.copies(*line["depth"]["copying"]) for line in of_blocks["prenorm", 4]]
+    copy = [tables.copies(line) for line in of_blocks["prenorm", 4]]
     by_loss = sorted(zip(prenorm, copy))
     assert [each for _, each in by_loss] == sorted(copy, reverse=True)  # "its others end highest"
 
     shallow = tables.lead_lines("blocks", "muon")
     lines = shallow["nag", 4] + shallow["prenorm", 4]
-    assert all(copying.copies(*line["depth"]["copying"]) for line in lines)
+    assert all(tables.copies(line) for line in lines)
     for column in ("4 blocks", "8 blocks", "16 blocks", "when doubled"):
         gap, half = tables.number("depths", "nag Muon", column).split(" ± ")
         assert abs(float(gap)) < float(half)  # "neither a lead nor a change of it"
@@ -910,16 +918,6 @@ def test_sentences_written_by_hand_agree_with_the_results():
         names = f"{mode} Muon", f"{mode} at prenorm's rate"
         own, same = (float(tables.number("early", name, "step 700")) for name in names)
         assert same < 0.85 * own
-    onsets = {}
-    for line in study.read("copying"):
-        full = study.DEFAULTS | line["settings"]
-        if full["optimizer"] == "muon":
-            onsets[full["residual"], full["learning_rate"], full["seed"]] = copying.onset(line)
-    usual = {onset for (*mode, _), onset in onsets.items() if mode == ["prenorm", 0.016]}
-    assert min(usual) == 900 and max(usual) == 1700
-    assert {onsets["prenorm", 0.008, seed] for seed in (1, 12)} == {800, 1000}
-    others = {onset for (mode, *_), onset in onsets.items() if mode != "prenorm"}
-    assert min(others) == 600 and max(others) == 800
 
     lines = tables.lead_lines("tokens")
     half = "prenorm at half the rate"
@@ -934,8 +932,6 @@ def test_sentences_written_by_hand_agree_with_the_results():
     bad = {seed for (mode, seed), loss in repeated.items() if mode == "prenorm" and loss > 1.005}
     assert bad == {12, 14} and sorted(repeated.values())[-3] < 0.99  # "There seed 14 is bad, too"
     for mode, steps in (("mhc", 8000), ("attnres", 4000), ("attnres", 8000)):
-        gaps = stats.differences(lines[mode, steps], lines["prenorm", steps])
+        gaps = differences(lines[mode, steps], lines["prenorm", steps])
         assert max(gaps) < 0  # "lower than pre-norm with every seed"
     assert sum(line["loss"] > 1.2 for line in lines["nag", 1000]) == 2  # "bad for two"
-    factors = {row[0]: row[-1] for row in tables.table_of("conversion")[1]}
-    assert (factors["bhyt"], factors["nag"]) == ("0.1", "0.3")  # GUIDE.md
