@@ -1,13 +1,11 @@
 """
-How does the difference from pre-norm change with more tokens or blocks? What do streams add? Which
-parts of NAG matter? What does a mixture of depths cost?
+How does the difference from pre-norm change with more tokens or blocks? What do several streams
+add? What does a mixture of depths cost?
 
     python runs/lead.py --what=tokens    8 blocks of width 64, 1 to 16 MB
     python runs/lead.py --what=blocks    4, 16 and 32 blocks of width 64, 4 MB; the judge trained 8
     python runs/lead.py --what=streams   what mhc and ihc owe to parameters, and to several streams
     python runs/lead.py --what=experts --optimizer=adamw    8 experts, by width / depth, 4 MB
-    python runs/lead.py --what=nag       NAG with one part changed, 4 MB
-    python runs/lead.py --what=bhyt      BHyT with other initial lambdas and gains, 4 MB
     python runs/lead.py --what=mod       NAG with mixtures of depths and with fewer blocks, 4 MB
     python runs/lead.py --what=tokens --names=nag --values=1000,8000    a part of it
     python runs/lead.py --what=mod --timed=True    the time of a step, on a quiet machine
@@ -21,7 +19,6 @@ Finished runs are kept in out/lead.jsonl. These and the recorded ones in results
 repeated. --record=True keeps new runs in results/, and leaves out those in out/.
 """
 
-import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,11 +27,11 @@ from itertools import product
 
 import judge
 import study
-from stats import detectable, gap_of, plus_minus
+from stats import gap_of, plus_minus
 
 from configurator import configure
 
-what = ""  # tokens, blocks, streams, experts, nag, bhyt or mod
+what = ""  # tokens, blocks, streams, experts or mod
 names: str | None = None  # only these, separated by commas, and what they are compared with
 values: str | None = None  # only these values, such as 1000 steps, in this order
 optimizer = "muon"  # or adamw
@@ -43,11 +40,6 @@ record = False  # keep results in results/, and read no others
 
 SCALE = study.parse([judge.SCALE])
 SEEDS = range(11, 17)  # new: judge.py judged on 1, 2, ...; some have only the first few
-NAG = {"not orthogonal": {"nag_orthogonal": False}, "not modulated": {"nag_directions": 0}}
-BHYT = {f"lambda starts at {n}": {"bhyt_lambda": (n, n, 0.0)} for n in (1.0, 3.0, 5.0)}
-BHYT |= {"lambda fixed": {"bhyt_learned": False}, "outputs of variance 1": {"bhyt_unit": True}}
-BHYT = {name: {"residual": "bhyt"} | change for name, change in BHYT.items()}
-
 STREAMS = {
     "prenorm as large as mhc": {"residual": "prenorm", "n_hidden": 352},
     "ihc with one stream": {"residual": "ihc", "hc_streams": 1},
@@ -74,13 +66,9 @@ OTHER_RATES = {  # of pre-norm, because few tuning seeds cannot tell which rate 
     f"prenorm at {words} the rate": {"residual": "prenorm", "learning_rate": times}
     for words, times in (("half", 0.5), ("twice", 2.0))
 }
-SHAPES = {  # width / depth: blocks, width, hidden width of an expert. 1.11M to 1.16M parameters,
-    80: (2, 160, 160),  # 0.51M to 0.54M of them active; NAG has 2 to 3% more
-    19: (5, 96, 104),
-}
-OF_EXPERTS = {
-    ratio: {"n_layer": blocks, "n_embd": width, "n_hidden": hidden, "moe_experts": 8}
-    for ratio, (blocks, width, hidden) in SHAPES.items()
+OF_EXPERTS = {  # by width / depth: 1.11M to 1.16M parameters, 0.51M to 0.54M of them active
+    80: {"n_layer": 2, "n_embd": 160, "n_hidden": 160, "moe_experts": 8},
+    19: {"n_layer": 5, "n_embd": 96, "n_hidden": 104, "moe_experts": 8},
 }
 
 
@@ -94,11 +82,9 @@ def of(setting, *values):
 PLANS = {
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "attnres", "mhc")) | OTHER_RATES,
                of("max_iters", 1000, 2000, 4000, 8000, 16000)),
-    "blocks": (dict.fromkeys(("prenorm", "nag", "ihc")), of("n_layer", 4, 16, 32)),
+    "blocks": (dict.fromkeys(("prenorm", "nag")), of("n_layer", 4, 16, 32)),
     "streams": (dict.fromkeys(("prenorm", "mhc", "ihc")) | STREAMS, of("max_iters", 4000)),
     "experts": (dict.fromkeys(("prenorm", "nag")), OF_EXPERTS),
-    "nag": ({"nag": None} | NAG, of("max_iters", 4000)),
-    "bhyt": ({"bhyt": None} | BHYT, of("max_iters", 4000)),
     "mod": ({"nag": None, "prenorm": None} | FEWER | mixtures(0.2) | mixtures(0.4),
             of("max_iters", 4000)),
 }  # fmt: skip
@@ -176,19 +162,6 @@ def left(changes, settings_of):
     return sum(tuning.values(), [*study.missing("lead", runs).values()])
 
 
-def rows(lines, changes):
-    """(name, value, mean loss, paired difference from its base) for lines {(name, value): [...]}.
-
-    The last two are None if a run diverged.
-    """
-    for (name, value), ours in lines.items():
-        base = base_of(changes, name)
-        if name != base and (base, value) in lines:
-            gap = gap_of(ours, lines[base, value])
-            mean = gap and statistics.mean(line["loss"] for line in ours)
-            yield name, value, mean, gap
-
-
 def main():
     configure(globals(), argv=sys.argv[1:])
     if what not in PLANS:
@@ -210,12 +183,11 @@ def main():
         runs = [*pool.map(partial(runs_at, lines_of), pairs)]
     found = iter(lines_of("lead", sum(runs, []), judge.LOOK))
     lines = {pair: [next(found) for _ in SEEDS] for pair in pairs}
-    for name, value, loss, gap in rows(lines, changes):
-        result = "diverged"
-        if gap:  # also the true difference that 4 of 5 such studies would find
-            can_find = f"can find {detectable(gap[1], len(SEEDS)):.3f}"
-            result = f"{loss:.4f} {plus_minus(gap)} ({can_find})"
-        print(f"{name} {value}: {result} from {base_of(changes, name)}")
+    for (name, value), ours in lines.items():
+        base = base_of(changes, name)
+        if name != base:
+            gap = gap_of(ours, lines[base, value])
+            study.say(f"{name} {value}: {plus_minus(gap)} from {base}")
 
 
 if __name__ == "__main__":

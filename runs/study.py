@@ -270,10 +270,10 @@ def free_devices():
 stopped = Event()  # set when a run fails or Ctrl-C stops it
 
 
-def begin(keep):
-    """What a script does first. keep: its setting record."""
+def begin(recording):
+    """What a script does first. recording: the value of record."""
     global record
-    record = keep
+    record = recording
     signal.signal(signal.SIGINT, stop)
     stats.scipy()  # without it, stop now and not when all is trained
 

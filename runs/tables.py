@@ -23,7 +23,7 @@ from collections import Counter
 from contextlib import suppress
 from functools import cache, partial
 from itertools import product
-from statistics import mean, median, stdev
+from statistics import mean, median
 
 import judge
 import lead
@@ -160,13 +160,9 @@ def leads(ours, theirs, steps):
     return [mean(a[step] - b[step] for a, b in curves) for step in steps]
 
 
-def in_words(gap):
-    return f"{gap[0]:+.4f} ({verdict([gap])})"
-
-
 def verdict_facts():
-    """With Muon: the verdicts after Holm's correction of the modes that lead after 1,000 steps, how
-    many change at half of pre-norm's rate, and two modes at the rates that one tuning seed chose.
+    """With Muon: the verdicts after Holm's correction of the modes that lead after 1,000 steps, and
+    how many change at half of pre-norm's rate.
     """
     theirs = judged("muon")[0][BASELINE][1]
     ahead, fragile = Counter(), 0
@@ -179,11 +175,6 @@ def verdict_facts():
     yield "fragile at half its rate", fragile
     for word, n in ahead.items():
         yield f"ahead after 1,000 steps: {word}", n
-
-    for mode, rate in (("mhc", 0.016), ("hc", 0.004)):
-        choice = judge.with_rate(judged("muon")[0][mode][0], rate)
-        lines = find("judge", judge.of_seeds(scale_of("muon"), mode, choice, 5))
-        yield f"{mode} at the rate of one seed", in_words(gap_of(lines, theirs[1.0]))
 
 
 def flops_of_step(lines):
@@ -238,24 +229,22 @@ def lead_lines(what, optimizer="muon"):
 
 @cache
 def by_depth():
-    """{(mode, its optimizer in words): {blocks: (lines of the mode, lines of pre-norm)}}"""
+    """{optimizer in words: {blocks: (lines of NAG, lines of pre-norm)}}"""
     found = {}
-    for optimizer, mode in product(OPTIMIZERS, ("nag", "ihc")):
-        trained, of = judged(optimizer)[0], lead_lines("blocks", optimizer)
-        of = of | {(name, 8): lines[1.0] for name, (_, lines) in trained.items()}
-        known = [n for n in DEPTHS if {(mode, n), (BASELINE, n)} <= of.keys()]
-        if len(known) > 1:
-            found[mode, OPTIMIZERS[optimizer]] = {n: (of[mode, n], of[BASELINE, n]) for n in known}
+    for optimizer, words in OPTIMIZERS.items():
+        lines = lead_lines("blocks", optimizer)
+        lines |= {(mode, 8): judged_lines(optimizer, mode) for mode in ("nag", BASELINE)}
+        known = [n for n in DEPTHS if {("nag", n), (BASELINE, n)} <= lines.keys()]
+        found[words] = {n: (lines["nag", n], lines[BASELINE, n]) for n in known}
     return found
 
 
 def growth(pairs):
-    """The change of the difference of two designs when x doubles, without diverged runs.
+    """The change of the difference of two designs when x doubles.
 
     pairs: {x: (lines of one, lines of the other)}
     """
-    gaps = {math.log2(x): by_seed(*pair) for x, pair in pairs.items() if gap_of(*pair)}
-    return plus_minus(stats.slope(gaps)) if len(gaps) > 1 else ""
+    return plus_minus(stats.slope({math.log2(x): by_seed(*pair) for x, pair in pairs.items()}))
 
 
 def minus_grown(large, small):
@@ -263,35 +252,23 @@ def minus_grown(large, small):
 
     In NAG's paper, with experts, it grows 2.4 times. A pair: (lines of one, lines of the other)
     """
-    grown = [(1, by_seed(*large)), (-2.4, by_seed(*small))]
-    return plus_minus(stats.contrast(grown))
+    return plus_minus(stats.contrast([(1, by_seed(*large)), (-2.4, by_seed(*small))]))
 
 
 def curves_by_depth():
-    """{label: {number of blocks: interval}} for the figure, without those where a run diverged."""
-    return {
-        f"{mode}, {optimizer}: {growth(pairs)} when doubled": {
-            n: gap for n, pair in pairs.items() if (gap := gap_of(*pair))
-        }
-        for (mode, optimizer), pairs in by_depth().items()
-    }
+    """{label: {number of blocks: interval}} for the figure."""
+    label = lambda words, pairs: f"nag, {words}: {growth(pairs)} when doubled"
+    gaps = lambda pairs: {n: gap_of(*pair) for n, pair in pairs.items()}
+    return {label(words, pairs): gaps(pairs) for words, pairs in by_depth().items()}
 
 
 def depths():
     """Losses minus pre-norm's by the number of blocks, and their change when it doubles."""
     rows = []
-    for name, pairs in by_depth().items():
+    for words, pairs in by_depth().items():
         cells = [plus_minus(gap_of(*pairs[n])) if n in pairs else "" for n in DEPTHS]
-        rows.append((*name, *cells, growth(pairs)))
+        rows.append(("nag", words, *cells, growth(pairs)))
     return ("mode", "optimizer", *(f"{n} blocks" for n in DEPTHS), "when doubled"), rows
-
-
-def by_mode(lines):
-    """{mode: its lines}"""
-    found = {}
-    for line in lines:
-        found.setdefault(line["settings"].get("residual", BASELINE), []).append(line)
-    return found
 
 
 def of_tuning_seeds(mode, rate):
@@ -354,10 +331,10 @@ def mixtures():
     timed = {name: lines[0]["settings"] for (name, _), lines in found.items()}
     times = study.race("lead", timed, measure=False)
     rows = []
-    for name, steps, *_ in lead.rows(found, changes):
-        if changes[name] is None:
-            continue
+    for name, steps in found:
         base = lead.base_of(changes, name)
+        if changes[name] is None or (base, steps) not in found:
+            continue
         both = [with_further_seeds(found[at, steps]) for at in (name, base)]
         n = min(map(len, both))
         lines, theirs = (each[:n] for each in both)
@@ -410,7 +387,7 @@ def mixture_facts():
 
 
 def lead_facts():
-    """Streams, models that copy, NAG's lead by depth and with experts, and repeated runs."""
+    """Streams, models that copy, and NAG's lead by depth and with experts."""
     streams = lead_lines("streams")
     narrow = "ihc with one stream"
     yield f"ihc minus {narrow}", plus_minus(gap_of(streams["ihc", 4000], streams[narrow, 4000]))
@@ -418,64 +395,23 @@ def lead_facts():
     for mode in (BASELINE, "nag"):
         copy = [copies(line) for line in shallow[mode, 4]]
         yield f"{mode} copies with AdamW and 4 blocks", f"{sum(copy)} of {len(copy)}"
-    pairs = by_depth()["nag", "AdamW"]
+    pairs = by_depth()["AdamW"]
     deeper = growth({n: pair for n, pair in pairs.items() if n > 4})
     yield "change of NAG's lead from 8 to 32 blocks", deeper
     yield "NAG's lead with 32 blocks minus 2.4 times that with 8", minus_grown(pairs[32], pairs[8])
 
     lines, pairs = lead_lines("experts", "adamw"), {}
-    for ratio, (blocks, width, _) in lead.SHAPES.items():
-        pairs[width / blocks] = pair = lines["nag", ratio], lines[BASELINE, ratio]
+    for ratio, shape in lead.OF_EXPERTS.items():
+        pair = lines["nag", ratio], lines[BASELINE, ratio]
+        pairs[shape["n_embd"] / shape["n_layer"]] = pair
         yield f"NAG's lead with experts at ratio {ratio}", plus_minus(gap_of(*pair))
     yield "change of NAG's lead when the ratio doubles", growth(pairs)
     ends = pairs[min(pairs)], pairs[max(pairs)]
     yield "NAG's lead at ratio 19 minus 2.4 times that at 80", minus_grown(*ends)
 
-    yield "deviation on another CPU", f"{stdev(repeated('another_cpu', 'lead')):.4f}"
-    change = mean(repeated("repaired", "judge"))
-    yield "change of mhc with float32 gradients", f"{change:+.4f}"
-    lines = study.finished("retuned").values()
-    of = by_mode(line for line in lines if line["settings"]["seed"] not in judge.TUNING)
-    for mode in ("x0mix", "rezero"):
-        yield f"{mode} at half its rate", in_words(gap_of(of[mode], of[BASELINE]))
-
-
-def repeated(again, first):
-    """The change of the loss for each run of a study that repeats one of another study."""
-    losses = {line["key"]: line["loss"] for line in study.finished(first).values()}
-    for line in study.finished(again).values():
-        yield line["loss"] - losses[line["key"]]
-
 
 # ------------------------------------------------------------------------------------------------
-# Inside the models, the default run, and speed
-
-INSIDE = {  # what eval.py measured by depth on seed 1
-    "norm growth": lambda depth: depth["norm"][-1] / depth["norm"][0],
-    "late turn": lambda depth: depth["from embedding"][-1] - depth["from embedding"][7],  # of 16
-    "attention to the first token": lambda depth: max(depth["sink"]),
-    "largest feature": lambda depth: max(depth["max/rms"]),
-    "kurtosis": lambda depth: max(depth["kurtosis"]),
-    "norm and entropy": lambda depth: depth.get("norm and entropy"),
-    "norm and loss": lambda depth: depth.get("norm and loss"),
-}
-
-
-def inside():
-    """Each measurement from the lowest to the highest over the measured learning rates."""
-    rows = []
-    names = ("prenorm", "nag", "lns", "perinorm", "dyt", "bhyt")
-    for optimizer, mode in product(OPTIMIZERS, names):
-        known = judge.lines_of_mode(scale_of(optimizer), mode)
-        lines = [line for full, line in known if full["seed"] == 1]
-        row = [f"{mode} {OPTIMIZERS[optimizer]}"]
-        for measure in INSIDE.values():
-            values = [measure(line["depth"]) for line in lines if "depth" in line]
-            values = sorted(value for value in values if value is not None)
-            ends = [f"{value:.3g}" for value in values[:1] + values[-1:]]
-            row.append(" to ".join(dict.fromkeys(ends)))
-        rows.append(row)
-    return ("mode", *INSIDE), rows
+# The default run, and speed
 
 
 def default_facts():
@@ -542,7 +478,7 @@ def speed():
 FACTS = (judge_facts, verdict_facts, mixture_facts, lead_facts, default_facts, speed_facts)
 TABLES = {
     "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"), "at size": at_size,
-    "depths": depths, "early": early, "mixtures": mixtures, "inside": inside, "speed": speed,
+    "depths": depths, "early": early, "mixtures": mixtures, "speed": speed,
     "facts": lambda: (("fact", "value"), [row for facts in FACTS for row in facts()]),
 }  # fmt: skip
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?<!-- end -->", re.S)
@@ -560,16 +496,14 @@ def table_of(name):
 def number(name, row, column):
     """A cell of a table, as text."""
     head, rows = table_of(name)
-    if column not in head:
-        raise SystemExit(f"table {name!r} has no column {column!r}: choose from {', '.join(head)}")
     exact = [cells for cells in rows if cells[0] == row]
     longer = [cells for cells in rows if " ".join(map(str, cells)).startswith(f"{row} ")]
     named = exact or longer
     if not named and name == "modes" and row in RESIDUALS:
         return "not judged yet"
-    if len(named) != 1:
-        names = ", ".join(str(cells[0]) for cells in rows)
-        raise SystemExit(f"table {name!r} has {len(named)} rows {row!r}: choose one from {names}")
+    if column not in head or len(named) != 1:
+        known = f"rows {', '.join(str(cells[0]) for cells in rows)}; columns {', '.join(head)}"
+        raise SystemExit(f"{name}/{row}/{column} is not one cell of this table: {known}")
     return str(named[0][head.index(column)])
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import runpy
 import statistics
 import sys
 from functools import partial
@@ -61,6 +62,41 @@ def test_a_run_with_a_line_is_not_repeated(place, monkeypatch):
     assert len(trained) == 4
     study.run("toy", [runs[0] | {"qk_norm": False}])
     assert len(trained) == 5 and trained[-1]["qk_norm"] is False
+
+
+def test_results_are_recorded_only_if_asked_to(place, monkeypatch):
+    trained = []
+    monkeypatch.setattr(study, "train", trainer(lambda full: 1.0, trained))
+    of_user, of_pages = place / "out" / "toy.jsonl", place / "results" / "toy.jsonl"
+    study.begin(recording=True)
+    study.run("toy", [{"seed": 1}])
+    study.begin(recording=False)
+    study.run("toy", [{"seed": 1}, {"seed": 2}])  # the recorded run is not repeated
+    assert [run["seed"] for run in trained] == [1, 2]
+    assert [len(path.read_text().splitlines()) for path in (of_pages, of_user)] == [1, 1]
+    study.begin(recording=True)
+    with pytest.raises(study.NotFinished):  # the pages show recorded runs only
+        study.find("toy", [{"seed": 2}])
+
+
+def test_the_study_of_the_guide_runs(place, monkeypatch, capsys):
+    monkeypatch.setattr(study, "train", trainer(lambda full: full["n_hidden"] / full["seed"], []))
+    (code,) = re.findall(r"```python\n(\"\"\"runs/.*?)```", open(f"{HERE}/GUIDE.md").read(), re.S)
+    exec(code, {})
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch("about .* to train 6 runs of prenorm, 2 at a time", first)
+    assert last.startswith("-78.2222 ± ")
+
+
+@cases("name", ["judge.py", "lead.py", "tables.py"])
+def test_a_study_explains_itself_without_scipy_but_does_not_start(place, monkeypatch, capsys, name):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(f"{HERE}/runs/{name}", run_name="__main__")
+    assert not stopped.value.code and f"python runs/{name}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="pip install scipy"):
+        study.begin(False)
 
 
 def test_a_line_that_was_cut_is_trained_again(place, monkeypatch):
@@ -594,7 +630,7 @@ def test_a_timed_step_has_the_micro_steps_of_training(monkeypatch, total, micro_
     assert sum(rows) * 32 == study.STEPS * (total or 4 * 32)
 
 
-def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypatch):
+def test_the_lead_is_paired_by_seed(place, monkeypatch, capsys):
     loss = {"prenorm": 2.0, "nag": 1.9, "bhyt": 1.95}
 
     def loss_of(full):
@@ -602,22 +638,20 @@ def test_the_lead_is_paired_by_seed_and_shows_only_finished_runs(place, monkeypa
         return loss[full["residual"]] - math.log(full["max_iters"]) + seed
 
     monkeypatch.setattr(study, "train", trainer(loss_of, []))
-    monkeypatch.setattr(lead, "names", "nag,bhyt")
-    monkeypatch.setattr(lead, "values", "1000,8000")
-    changes, settings_of = lead.selected(lead.PLANS["tokens"])
-    assert list(changes) == ["prenorm", "nag", "bhyt"] and [*settings_of] == [1000, 8000]
-    lines = {
-        (name, value): study.run("lead", lead.runs_of(name, changes[name], at, study.run))
-        for name, (value, at) in product(changes, settings_of.items())
-    }
-    found = {(name, value): rest for name, value, *rest in lead.rows(lines, changes)}
-    differences = [-0.1 + 0.001 * seed**2 for seed in lead.SEEDS]
-    mean, half = stats.interval(differences)
-    assert found["nag", 8000][1] == pytest.approx((mean, half))
-    assert found["bhyt", 1000][1] == pytest.approx((-0.05, 0.0))
+    for key in ("what", "names", "values", "record"):
+        monkeypatch.setattr(lead, key, getattr(lead, key))
+    argv = ["lead.py", "--what=tokens", "--names=nag,bhyt", "--values=1000,8000"]
+    monkeypatch.setattr(sys, "argv", argv)
+    lead.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert re.fullmatch("about .* to train 108 runs of prenorm, nag, bhyt, 2 at a time", printed[0])
+    assert sum(line.startswith("about") for line in printed) == 1
+    gap = stats.interval([-0.1 + 0.001 * seed**2 for seed in lead.SEEDS])
+    assert f"nag 8000: {stats.plus_minus(gap)} from prenorm" in printed
+    assert f"bhyt 1000: {stats.plus_minus((-0.05, 0.0))} from prenorm" in printed
+    lead.main()  # nothing is left to train
+    assert capsys.readouterr().out.splitlines()[-4:] == printed[-4:]
 
-    del lines["prenorm", 8000]  # without its base, a row is left out
-    assert {value for _, value, *_ in lead.rows(lines, changes)} == {1000}
     monkeypatch.setattr(lead, "names", "nanorm")
     with pytest.raises(SystemExit, match="nanorm: choose from prenorm, nag"):
         lead.selected(lead.PLANS["tokens"])
@@ -632,17 +666,17 @@ def test_lead_times_only_what_has_finished(place, monkeypatch, capsys):
     monkeypatch.setattr(study, "race", lambda name, runs: {key: 1.5 for key in runs})
     for key in ("what", "names", "timed", "record"):
         monkeypatch.setattr(lead, key, getattr(lead, key))
-    argv = ["lead.py", "--what=nag", "--names=not modulated"]
+    argv = ["lead.py", "--what=mod", "--names=nag with 5 blocks"]
     monkeypatch.setattr(sys, "argv", [*argv, "--timed=True"])
     with pytest.raises(SystemExit, match="have not finished"):
         lead.main()
     monkeypatch.setattr(sys, "argv", [*argv, "--timed=False"])
     lead.main()
     first = capsys.readouterr().out.splitlines()[0]
-    assert re.fullmatch(r"about .* to train 24 runs of nag, 2 at a time", first)
+    assert re.fullmatch("about .* to train 24 runs of nag, 2 at a time", first)
     monkeypatch.setattr(sys, "argv", [*argv, "--timed=True"])
     lead.main()
-    times = "{('nag', 4000): 1.5, ('not modulated', 4000): 1.5}\n"
+    times = "{('nag', 4000): 1.5, ('nag with 5 blocks', 4000): 1.5}\n"
     assert capsys.readouterr().out.endswith(times)
 
 
@@ -688,7 +722,7 @@ def test_a_change_is_compared_with_the_mode_that_it_changes():
     changes = lead.PLANS["mod"][0]
     assert lead.base_of(changes, "random router 0.4") == "nag"
     assert lead.base_of(changes, "learned router on pre-norm 0.4") == "prenorm"
-    assert lead.base_of(lead.PLANS["bhyt"][0], "lambda fixed") == "bhyt"
+    assert lead.base_of(lead.PLANS["streams"][0], "ihc with one stream") == "ihc"
     assert lead.base_of(lead.PLANS["tokens"][0], "nag") == "prenorm"
 
 
@@ -744,15 +778,42 @@ def test_every_interval_in_the_prose_is_in_a_table():
 @cases("mark, message", [
     ("<!-- table: mode -->\n<!-- end -->", "no table 'mode': choose from modes, "),
     ("<!-- modus/nag/loss -->1<!-- -->", "no table 'modus': choose from modes, "),
-    ("<!-- modes/nag/los -->1<!-- -->", "no column 'los': choose from mode, seeds, loss"),
-    ("<!-- modes/nagg/loss -->1<!-- -->", "has 0 rows 'nagg': choose one from prenorm, "),
-    ("<!-- at size/nag/FLOPs -->1<!-- -->", "has 2 rows 'nag'"),
+    ("<!-- modes/nag/los -->1<!-- -->", "modes/nag/los is not one cell of this table: rows "),
+    ("<!-- modes/nagg/loss -->1<!-- -->", "; columns mode, seeds, loss, "),
+    ("<!-- at size/nag/FLOPs -->1<!-- -->", "at size/nag/FLOPs is not one cell"),
     ("<!-- modes/nag/loss -->1", "a mark has no end"),
     ("<!-- table: modes -->\n", "a mark has no end"),
 ])  # fmt: skip
 def test_an_unknown_mark_is_an_error_that_lists_the_known_ones(mark, message):
     with pytest.raises(SystemExit, match=re.escape(message)):
         tables.filled(f"Text {mark} text\n")
+
+
+def test_a_mode_with_a_setting_has_a_row_once_its_runs_have_finished(place, monkeypatch):
+    """Fabricated runs, in a temporary folder."""
+    loss_of = lambda full: 1 + 0.01 * full["seed"] - 0.001 * full["hc_streams"] * full["seed"] % 7
+    monkeypatch.setattr(study, "train", trainer(loss_of, []))
+    monkeypatch.setattr(tables, "JUDGED", {
+        "prenorm": ("prenorm", {}), "ihc": ("ihc", {}), "ihc, 2 streams": ("ihc", {"hc_streams": 2})
+    })  # fmt: skip
+    scale, lines_of = tables.scale_of("muon"), partial(study.run, "judge")
+    time = {"computes": study.place(scale)["computes"], "ratio": [1.1, 1.2, 1.3]}
+
+    def judge_now(mode, change):
+        judge.train(scale | change, mode, lines_of, 5, judge.LENGTHS[:3])
+        pair = [study.key(run) for run in judge.timed(scale | change, [mode]).values()]
+        study.append("judge", {"race": [pair[0], pair[-1]]} | time)
+
+    for change, rows in (({}, ["ihc"]), ({"hc_streams": 2}, ["ihc", "ihc, 2 streams"])):
+        judge_now("prenorm", {})
+        judge_now("ihc", change)
+        for each in (tables.judged, tables.compared):
+            each.cache_clear()
+        table = tables.modes("muon")[1]
+        assert sorted(row[0] for row in table[3:]) == rows
+        assert all(row[7] == "1.20" for row in table[3:])
+    for each in (tables.judged, tables.compared):
+        each.cache_clear()
 
 
 def test_a_mode_without_a_verdict_is_not_judged_yet(monkeypatch):
