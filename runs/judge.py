@@ -28,7 +28,6 @@ results/, and leaves out those in out/. Other arguments are config files and set
 import math
 import statistics
 import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
@@ -342,40 +341,6 @@ def timed(scale, modes):
     return {mode: scale_for(scale, mode) | {"residual": mode} for mode in everyone}
 
 
-def plan(scale, modes, extra, ratios):
-    """A Progress for the runs that are left. Says first how long they will take.
-
-    It expects of each mode 10 tuning runs, 9 at full length and 3 at each end of the extra lengths;
-    in a rehearsal 5, 2 and 2. A mode whose seeds have all finished needs no tuning run.
-    extra: {mode: its extra lengths}. ratios: {mode: interval of its time ratio}.
-    """
-    here, left = study.place(scale).items(), []
-    seed_and_steps = itemgetter("seed", "max_iters")
-    for mode in modes:
-        ends = [*extra[mode][:1], *extra[mode][-1:]]
-        tuned = [tune_share] * (5 if rehearse else 10) + ends * (2 if rehearse else 3)
-        pairs = [*product([0], tuned), *product(TUNING, [1.0] * (2 if rehearse else 3))]
-        other_rates = [1.0, 1.0] if extra[mode] else []
-        pairs += product(range(1, seeds + 1), (1.0, *extra[mode], *other_rates))
-        runs = (settings(scale, mode, {}, *pair) for pair in pairs)
-        known = (full for full, line in lines_of_mode(scale, mode) if here <= line.items())
-        missing = Counter(map(seed_and_steps, runs)) - Counter(map(seed_and_steps, known))
-        if any(seed not in TUNING for seed, _ in missing):
-            left += [{"residual": mode, "max_iters": steps} for _, steps in missing.elements()]
-    ratio_of = lambda run: ratios[run["residual"]][1]
-    return study.plan(left, ratio_of, settings(scale, baseline, {}, 1))
-
-
-def lines_of_mode(scale, mode):
-    """(all settings, line) of each finished run of a mode at this scale."""
-    varied = {*TUNED, "seed", "max_iters", "eval_interval", "val_part", "eval_tokens"}
-    fixed = study.DEFAULTS | scale_for(scale, mode) | {"residual": mode}
-    for line in study.finished(name).values():
-        full = study.DEFAULTS | line["settings"]
-        if all(full[key] == fixed[key] for key in fixed.keys() - varied - study.OF_PLACE):
-            yield full, line
-
-
 def main():
     own = [arg for arg in sys.argv[1:] if arg.strip("-").partition("=")[0] in (*OWN, "h", "help")]
     rest = [arg for arg in sys.argv[1:] if arg not in own]
@@ -410,10 +375,16 @@ def main():
     study.say(f"timing the steps of {', '.join(everyone)}")
     ratios = study.race(name, timed(scale, everyone))
     extra = dict.fromkeys(everyone, ()) | {baseline: lengths(ratios)}
-    lines_of = partial(study.run, name, progress=plan(scale, everyone, extra, ratios))
-    judged = lambda mode: train(scale, mode, lines_of, seeds, extra[mode])
-    with ThreadPoolExecutor(len(study.devices())) as pool:
-        trained = dict(zip(everyone, pool.map(judged, everyone)))
+
+    def trained_by(run):
+        judged = lambda mode: train(scale, mode, partial(run, name), seeds, extra[mode])
+        with ThreadPoolExecutor(len(study.devices())) as pool:
+            return dict(zip(everyone, pool.map(judged, everyone)))
+
+    ratio_of = lambda run: ratios[run["residual"]][1]
+    usual = settings(scale, baseline, {}, 1)
+    progress = study.plan(study.to_train(trained_by), ratio_of, usual)
+    trained = trained_by(partial(study.run, progress=progress))
     comparisons = [*compared(trained, ratios)]
     draw(study.ROOT / "out" / f"{name}.png", comparisons, {"prenorm": "pre-norm"})
 

@@ -108,11 +108,6 @@ def as_judged(judged, mode, lines_of):
     return judge.tune(judged, mode, partial(lines_of, "judge"))
 
 
-def to_tune(scale):
-    """The scale, or a smaller one, at which its learning rate is tuned."""
-    return scale | {key: min(scale[key], most) for key, most in LARGEST.items()}
-
-
 def runs_of(name, change, at, lines_of, optimizer="muon"):
     """The settings of each seed of a mode, or of one with a change, at this length or shape.
 
@@ -122,7 +117,8 @@ def runs_of(name, change, at, lines_of, optimizer="muon"):
     mode, judged = mode_of(name, change), SCALE | {"optimizer": optimizer}
     scale, chosen = judged | at, as_judged(judged, mode, lines_of)
     if scale != judged:
-        chosen = judge.rate_of_three(to_tune(scale), mode, chosen, partial(lines_of, "lead"))
+        smaller = scale | {key: min(scale[key], most) for key, most in LARGEST.items()}
+        chosen = judge.rate_of_three(smaller, mode, chosen, partial(lines_of, "lead"))
     own = chosen | (change or {})
     if change and "learning_rate" in change:
         own["learning_rate"] *= chosen["learning_rate"]
@@ -143,25 +139,6 @@ def selected(plan):
     return {name: changes[name] for name in wanted}, {by_text[at]: full[by_text[at]] for at in some}
 
 
-def left(changes, settings_of):
-    """The settings of the runs to train. It expects 12 runs that tune a mode at a value."""
-
-    def lines_of(name, runs):
-        if study.missing(name, runs):
-            raise study.NotFinished
-        return study.run(name, runs)
-
-    runs, tuning = [], {}
-    for (name, change), (value, at) in product(changes.items(), settings_of.items()):
-        mode, scale = mode_of(name, change), SCALE | {"optimizer": optimizer} | at
-        try:
-            runs += runs_of(name, change, at, lines_of, optimizer)
-        except study.NotFinished:
-            runs += [judge.settings(scale, mode, change or {}, seed) for seed in SEEDS]
-            tuning[mode, value] = [judge.settings(to_tune(scale), mode, {}, 0)] * 12
-    return sum(tuning.values(), [*study.missing("lead", runs).values()])
-
-
 def main():
     configure(globals(), argv=sys.argv[1:])
     if what not in PLANS:
@@ -177,12 +154,15 @@ def main():
     if timed:
         print(study.race("lead", {pair: runs_at(study.find, pair)[0] for pair in pairs}))
         return
-    progress = study.plan(left(changes, settings_of))
-    lines_of = partial(study.run, progress=progress)
-    with ThreadPoolExecutor(len(study.devices())) as pool:
-        runs = [*pool.map(partial(runs_at, lines_of), pairs)]
-    found = iter(lines_of("lead", sum(runs, []), judge.LOOK))
-    lines = {pair: [next(found) for _ in SEEDS] for pair in pairs}
+
+    def trained(lines_of):
+        with ThreadPoolExecutor(len(study.devices())) as pool:
+            runs = [*pool.map(partial(runs_at, lines_of), pairs)]
+        found = iter(lines_of("lead", sum(runs, []), judge.LOOK))
+        return {pair: [next(found) for _ in SEEDS] for pair in pairs}
+
+    progress = study.plan(study.to_train(trained))
+    lines = trained(partial(study.run, progress=progress))
     for (name, value), ours in lines.items():
         base = base_of(changes, name)
         if name != base:

@@ -358,10 +358,21 @@ def plan(runs, size=size_of, like=None):
     return Progress(price, runs, seconds)
 
 
-def missing(study, runs):
-    """{name: settings} of the runs that have no line."""
-    lines, named = finished(study), {name_of(settings): settings for settings in runs}
-    return {name: settings for name, settings in named.items() if name not in lines}
+def to_train(procedure):
+    """The runs that a procedure would train now. procedure(run): calls run(study, runs, look).
+
+    Of runs without a result, it expects that the middle one is best, so that no grid grows.
+    """
+    left = {}
+
+    def guess(study, runs, look=()):
+        known, names = finished(study), [name_of(settings) for settings in runs]
+        left.update((name, run) for name, run in zip(names, runs) if name not in known)
+        guesses = ({"loss": 1000.0 + abs(2 * i - len(runs) + 1)} for i in range(len(runs)))
+        return [known.get(name, line) for name, line in zip(names, guesses)]
+
+    procedure(guess)
+    return [*left.values()]
 
 
 def run(study, runs, look=(), progress=None):
@@ -370,27 +381,27 @@ def run(study, runs, look=(), progress=None):
     look: as for train. progress: the Progress of a larger plan that includes these runs. Without
     one, says first how long they will take.
     """
-    wanted = missing(study, runs)
-    progress = progress or plan([*wanted.values()])
+    lines, named = finished(study), {name_of(settings): settings for settings in runs}
+    missing = {name: settings for name, settings in named.items() if name not in lines}
+    progress = progress or plan([*missing.values()])
 
     def job(name):
         device = free_devices().get()
         try:
             if stopped.is_set():
                 raise SystemExit(f"{study}: stopped")
-            line = locked(study, name, wanted[name], device, look)
+            lines[name] = line = locked(study, name, missing[name], device, look)
         except BaseException:
             stopped.set()  # start no other run
             raise
         finally:
             free_devices().put(device)
-        progress.finish(wanted[name])
+        progress.finish(missing[name])
         loss = "diverged" if line["loss"] is None else f"loss {line['loss']:.3f}"
-        say(f"{described(wanted[name], runs)}  {loss}   {progress}")
+        say(f"{described(missing[name], runs)}  {loss}   {progress}")
 
     with ThreadPoolExecutor(len(devices())) as pool:
-        list(pool.map(job, wanted))
-    lines = finished(study)
+        list(pool.map(job, missing))
     return [lines[name_of(settings)] for settings in runs]
 
 
