@@ -27,7 +27,7 @@ from itertools import product
 
 import judge
 import study
-from stats import gap_of, plus_minus
+from stats import gap_of, plus_minus, with_range
 
 from configurator import configure
 
@@ -152,7 +152,9 @@ def main():
         return runs_of(name, changes[name], settings_of[value], lines_of, optimizer)
 
     if timed:
-        print(study.race("lead", {pair: runs_at(study.find, pair)[0] for pair in pairs}))
+        times = study.race("lead", {pair: runs_at(study.find, pair)[0] for pair in pairs})
+        for (name, value), ratio in times.items():
+            study.say(f"{name} {value}: a step takes {with_range(ratio)} times as long")
         return
 
     def trained(lines_of):
