@@ -345,14 +345,14 @@ def size_of(settings):
 def plan(runs, size=size_of, like=None):
     """A Progress for runs to train. Measures one of them, and says how long all will take.
 
-    size(settings): proportional to the time of a step. like: the run to measure.
+    size(settings): proportional to the time of a step. like: the run to measure, else the largest.
     """
     if not runs:
         return Progress(size, [], 0.0)
-    like = like or runs[0]
+    like = like or max(runs, key=size)
     of_step, others = probe(like)
     price = lambda run: (DEFAULTS | run)["max_iters"] * of_step * size(run) / size(like) + others
-    n, names = len(devices()), dict.fromkeys((DEFAULTS | run)["residual"] for run in runs)
+    n, names = len(devices()), sorted({(DEFAULTS | run)["residual"] for run in runs})
     seconds = sum(map(price, runs)) / n
     say(f"about {duration(seconds)} to train {len(runs)} runs of {', '.join(names)}, {n} at a time")
     return Progress(price, runs, seconds)

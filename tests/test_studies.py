@@ -289,7 +289,7 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
     assert rows[:2] == rows[2:] and rows[0][3] == "the baseline"
     assert (place / "out" / "judge.png").stat().st_size > 0
     assert lines[0].startswith("timing the steps of prenorm, nag")
-    estimate = r"about (.*) hours to train (\d+) runs of prenorm, nag, 2 at a time"
+    estimate = r"about (.*) hours to train (\d+) runs of nag, prenorm, 2 at a time"
     hours, runs = map(float, re.fullmatch(estimate, lines[1]).groups())
     steps = sum(run["max_iters"] * (ratio if run["residual"] == "nag" else 1) for run in trained)
     assert 0.75 < hours / (steps * 9.0 / 2 / 3600) < 1 and 0.75 < runs / len(trained) < 1
@@ -642,7 +642,7 @@ def test_the_lead_is_paired_by_seed(place, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", argv)
     lead.main()
     printed = capsys.readouterr().out.splitlines()
-    estimate = r"about .* to train (\d+) runs of prenorm, nag, bhyt, 2 at a time"
+    estimate = r"about .* to train (\d+) runs of bhyt, nag, prenorm, 2 at a time"
     runs = int(re.fullmatch(estimate, printed[0])[1])
     assert 0.3 < runs / len(trained) < 1  # no rate is best here: the grids grow to the end
     assert sum(line.startswith("about") for line in printed) == 1
