@@ -23,6 +23,7 @@ Differs from the paper:
 """
 
 import math
+from itertools import chain
 
 import torch
 from torch import nn
@@ -37,23 +38,82 @@ def sources_of(stream):
     return (*stream.sources, (stream.x, stream.lane))
 
 
-def weights(sources, w, norm):
-    """p of Eq. 1, (B, T, number of sources) in float32. norm has g and eps.
+def scores(sources, query, eps):
+    """s_i = <query, v_i> / rms(v_i) and 1 / rms(v_i) of all sources, each (B, T, m) in float32."""
+    products, inverse = [], []
+    for v, _ in sources:
+        v = upcast(v)
+        products.append((v * query).sum(-1, keepdim=True))
+        inverse.append(torch.rsqrt(v.square().mean(-1, keepdim=True) + eps))
+    inverse = torch.cat(inverse, -1)
+    return torch.cat(products, -1) * inverse, inverse
 
-    No source is cast to float32: each reader would keep its own copy for the backward pass.
-    """
-    query, scores = upcast(w * norm.gain), []
-    for v, ran in sources:
-        length = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=query.dtype)
-        rms = torch.sqrt(length * length / v.size(-1) + norm.eps)
-        score = (v * query).sum(-1, keepdim=True) / rms
-        scores.append(score if ran is None else score.masked_fill(~ran, -math.inf))
-    return torch.cat(scores, -1).softmax(-1)
+
+def weights(s, sources):
+    """p of Eq. 1, (B, T, m): the softmax of s over the sources that a token has."""
+    columns = zip(s.split(1, -1), (ran for _, ran in sources))
+    columns = [s_i if ran is None else s_i.masked_fill(~ran, -math.inf) for s_i, ran in columns]
+    return torch.cat(columns, -1).softmax(-1)
 
 
 def mix(sources, p):
     """sum_i p_i v_i of Eq. 1, (B, T, C) in float32."""
-    return sum(p_i[..., None] * v for p_i, (v, _) in zip(p.unbind(-1), sources))
+    return sum(p_i * upcast(v) for p_i, (v, _) in zip(p.split(1, -1), sources))
+
+
+class WeightedSum(torch.autograd.Function):
+    """Eq. 1 without F and Norm, and its gradient. With s_i the scores and o the gradient:
+
+        d_i = p_i (<o, v_i> - sum_j p_j <o, v_j>) / rms(v_i)
+        dv_i = p_i o + d_i (query - s_i v_i / (C rms(v_i))),  dquery = sum over tokens, i of d_i v_i
+
+    The backward that autograd would make sums over all tokens once for each source.
+    """
+
+    @staticmethod
+    def forward(ctx, query, eps, *given):
+        sources = pairs(given)
+        s, inverse = scores(sources, query, eps)
+        p = weights(s, sources)
+        ctx.save_for_backward(query, s, inverse, p, *given)
+        return mix(sources, p)
+
+    @staticmethod
+    def backward(ctx, o):
+        query, s, inverse, p, *given = ctx.saved_tensors
+        sources = pairs(given)
+        a = torch.cat([(o * upcast(v)).sum(-1, keepdim=True) for v, _ in sources], -1)
+        d = p * (a - (p * a).sum(-1, keepdim=True)) * inverse
+        grads = []
+        tokens = zip(sources, *(x.split(1, -1) for x in (p, d, d * s * inverse / o.size(-1))))
+        for (v, _), p_i, d_i, shrink in tokens:
+            grads.append((p_i * o + d_i * query - shrink * upcast(v)).to(v.dtype))
+        grad_query = mix(sources, d).flatten(0, -2).sum(0)
+        return grad_query, None, *grads, *[None] * len(grads)
+
+
+def pairs(given):
+    """(v_0, ..., v_m, ran_0, ..., ran_m) -> the sources."""
+    n = len(given) // 2
+    return [*zip(given[:n], given[n:])]
+
+
+def query_of(reader):
+    """w * g of Eq. 1, in float32. reader: a sublayer's residual, or the ends."""
+    return upcast(reader.w * reader.source_norm.gain)
+
+
+def weighted_sum(stream, reader):
+    """sum_i p_i v_i of Eq. 1, (B, T, C) in float32."""
+    given = chain(*zip(*sources_of(stream)))
+    return WeightedSum.apply(query_of(reader), reader.source_norm.eps, *given)
+
+
+def weights_of(stream, reader):
+    """p of Eq. 1, (B, T, m)."""
+    sources = sources_of(stream)
+    s, _ = scores(sources, query_of(reader), reader.source_norm.eps)
+    return weights(s, sources)
 
 
 class AttnResEnds(FinalNorm):
@@ -69,10 +129,10 @@ class AttnResEnds(FinalNorm):
         return self.norm(self.additive(stream)).to(sources_of(stream)[0][0].dtype), head
 
     def additive(self, stream):
-        return mix(sources_of(stream), self.weights(stream))
+        return weighted_sum(stream, self)
 
     def weights(self, stream):
-        return weights(sources_of(stream), self.w, self.source_norm)
+        return weights_of(stream, self)
 
 
 class AttnRes(PreNorm):
@@ -90,13 +150,12 @@ class AttnRes(PreNorm):
         nn.init.zeros_(self.w)
 
     def read(self, stream):
-        sources = sources_of(stream)
-        h = mix(sources, self.weights(stream))
-        return self.norm(h).to(sources[0][0].dtype), stream
+        h = weighted_sum(stream, self)
+        return self.norm(h).to(sources_of(stream)[0][0].dtype), stream
 
     def weights(self, stream):
         """p of Eq. 1, (B, T, number of sources), for read and for depth.py."""
-        return weights(sources_of(stream), self.w, self.source_norm)
+        return weights_of(stream, self)
 
     def write(self, stream, f, gate=1.0):
         if not self.begins:
