@@ -67,20 +67,27 @@ def with_most_seeds(numbers, lines_of):
             return lines_of(n)
 
 
+def step_times(optimizer):
+    """{name: median_interval of its time over the baseline's} of what is JUDGED and timed."""
+    usual = scale_of(optimizer)
+    timed = judge.timed(usual, [])
+    for name, (mode, change) in JUDGED.items():
+        timed[name] = judge.timed(usual | change, [mode])[mode]
+    return study.race("judge", timed, measure=False)
+
+
 @cache
 def judged(optimizer):
     """({name: what judge.train returns}, {name: median_interval of its time}) of what is JUDGED.
 
     The baseline has all lengths that its comparisons need.
     """
-    usual, lines_of = scale_of(optimizer), partial(find, "judge")
-    trained, timed = {}, judge.timed(usual, [])
+    usual, lines_of, trained = scale_of(optimizer), partial(find, "judge"), {}
     for name, (mode, change) in JUDGED.items():
         found = with_most_seeds(SEEDS, partial(judge.train, usual | change, mode, lines_of))
         if found:
             trained[name] = found
-            timed |= {name: judge.timed(usual | change, [mode])[mode]}
-    ratios = study.race("judge", timed, measure=False)
+    ratios = {name: each for name, each in step_times(optimizer).items() if name in trained}
     choice, lines = trained[BASELINE]
     lengths = judge.lengths(ratios)
     try:
@@ -454,7 +461,7 @@ def speed():
         ratios = {mode: row["ratio"] for mode, row in run.get("train", {}).items()}
         steps |= ratios if "2 x 2048" in name else {}
         alone |= {mode: row["ratio"] for mode, row in run.get("residual", {}).items()}
-    found = {"8 x 64, a CPU core": judged("muon")[1], "2 x 2048, H200": steps}
+    found = {"8 x 64, a CPU core": step_times("muon"), "2 x 2048, H200": steps}
     found["residual alone, H200"] = alone
     moved = load("speed/h100.json")["modes"]
 
@@ -465,11 +472,23 @@ def speed():
         return f"{passes:.1f} ({passes / moved[BASELINE]['passes']:.2f}), {kernels}"
 
     rows = []
-    for mode in RESIDUALS:
+    for mode in JUDGED:
         cells = [*(with_range(of.get(mode)) for of in found.values()), on_h100(mode)]
         if any(cells):
             rows.append((mode, *cells))
     return ("mode", *found, "passes on an H100 (ratio), kernels"), rows
+
+
+def brief():
+    """README's columns: how many times as many steps pre-norm needs, and the time of a step over
+    pre-norm's on a CPU core and, if measured, on an H200. Without intervals.
+    """
+    without = lambda cell: str(cell).partition(" ")[0]
+    head, rows = table_of("modes")
+    worth = {row[0]: without(row[head.index("worth in steps")]) for row in rows}
+    for mode, *times in table_of("speed")[1]:
+        cost = " / ".join(filter(None, map(without, times[:2])))
+        yield mode, worth.get(mode, ""), cost
 
 
 # ------------------------------------------------------------------------------------------------
@@ -479,6 +498,7 @@ FACTS = (judge_facts, verdict_facts, mixture_facts, lead_facts, default_facts, s
 TABLES = {
     "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"), "at size": at_size,
     "depths": depths, "early": early, "mixtures": mixtures, "speed": speed,
+    "brief": lambda: (("mode", "worth", "cost"), [*brief()]),
     "facts": lambda: (("fact", "value"), [row for facts in FACTS for row in facts()]),
 }  # fmt: skip
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?<!-- end -->", re.S)
@@ -499,8 +519,8 @@ def number(name, row, column):
     exact = [cells for cells in rows if cells[0] == row]
     longer = [cells for cells in rows if " ".join(map(str, cells)).startswith(f"{row} ")]
     named = exact or longer
-    if not named and name == "modes" and row in RESIDUALS:
-        return "not judged yet"
+    if not named and row in RESIDUALS:
+        return "not judged yet" if name == "modes" else ""
     if column not in head or len(named) != 1:
         known = f"rows {', '.join(str(cells[0]) for cells in rows)}; columns {', '.join(head)}"
         raise SystemExit(f"{name}/{row}/{column} is not one cell of this table: {known}")
