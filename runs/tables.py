@@ -37,7 +37,7 @@ from configurator import configure
 from model import RESIDUALS
 
 RESULTS = ROOT / "results"
-PAGES = ("RESULTS.md", "README.md")
+PAGES = ("RESULTS.md", "README.md", "results/more.md")
 SEEDS = (judge.seeds, 5)  # numbers of seeds that a mode may have, the most first
 BASELINE = judge.baseline
 DEPTHS = (4, 8, 16, 32)
