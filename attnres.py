@@ -14,6 +14,9 @@ attnres_block bounds the number of sources. All readers share the sources, so a 
 much as pre-norm for its backward pass. The number of sources differs by depth, so the blocks of a
 model cannot share one compiled graph: compilation takes time in proportion to depth.
 
+On CUDA the kernels of kernels.py read. The first sublayer of a block of the model reads the sources
+that both sublayers share once for the two.
+
 With Mixture of Depths, an output that a token skipped is masked in Eq. 1, because a source of zeros
 would still take weight.
 
@@ -28,7 +31,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from norms import FinalNorm, PreNorm, RMSNorm, fusing, upcast
+from norms import FinalNorm, PreNorm, RMSNorm, fusing, on_cuda, upcast
 
 # A source is (v, ran): v (B, T, C), and ran (B, T, 1) tells the tokens that have it, or is None if
 # all do. Stream.x and Stream.lane are the newest source, which still grows
@@ -116,6 +119,16 @@ def weights_of(stream, reader):
     return weights(s, sources)
 
 
+def fused(sources, reader, *shared):
+    """Norm of Eq. 1 by a Triton kernel, and what it leaves for the second sublayer of a block"""
+    from kernels import read  # triton is for CUDA only
+
+    norm = reader.norm
+    gain, eps = (upcast(norm.gain), norm.eps) if type(norm) is RMSNorm else (None, 0.0)
+    h, left = read(sources, query_of(reader), reader.source_norm.eps, gain, eps, *shared)
+    return (norm(h) if gain is None else h), left
+
+
 class AttnResEnds(FinalNorm):
     def __init__(self, config):
         super().__init__(config)
@@ -126,7 +139,12 @@ class AttnResEnds(FinalNorm):
         nn.init.zeros_(self.w)
 
     def readout(self, stream, head):
-        return self.norm(self.additive(stream)).to(sources_of(stream)[0][0].dtype), head
+        sources = sources_of(stream)
+        if on_cuda(stream.x):
+            h, _ = fused(sources, self)
+        else:
+            h = self.norm(self.additive(stream))
+        return h.to(sources[0][0].dtype), head
 
     def additive(self, stream):
         return weighted_sum(stream, self)
@@ -145,24 +163,47 @@ class AttnRes(PreNorm):
         self.source_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.size = size  # sublayers in a block of sources
         self.begins = (layer - 1) % size == 0  # this sublayer is the first of its block
+        self.layer, self.second = layer, None
 
     def reset_parameters(self):
         nn.init.zeros_(self.w)
 
+    @staticmethod
+    def equip(block, config):
+        block.attn_residual.second = (block.mlp_residual,)  # a tuple, so that it is no submodule
+
     def read(self, stream):
-        h = weighted_sum(stream, self)
-        return self.norm(h).to(sources_of(stream)[0][0].dtype), stream
+        sources = sources_of(stream)
+        if on_cuda(stream.x):
+            h, stream = self.fused_read(stream)
+        else:
+            h = self.norm(weighted_sum(stream, self))
+        return h.to(sources[0][0].dtype), stream
+
+    def fused_read(self, stream):
+        """read, without the cast. ahead: (layer, number n, (o, lse)) of the first n sources."""
+        layer, n, known = stream.ahead or (None, 0, None)
+        if layer != self.layer:
+            n, known = 0, None
+        if self.second is None:
+            h, _ = fused(sources_of(stream)[n:], self, known)
+            return h, stream.replace(ahead=())
+        (second,) = self.second
+        shared = len(stream.sources) + self.begins  # the newest source grows if no block begins
+        h, left = fused(sources_of(stream), self, None, query_of(second), shared)
+        return h, stream.replace(ahead=(second.layer, shared, left))
 
     def weights(self, stream):
         """p of Eq. 1, (B, T, number of sources), for read and for depth.py."""
         return weights_of(stream, self)
 
     def write(self, stream, f, gate=1.0):
+        f = f if not torch.is_tensor(gate) and gate == 1 else gate * f  # a copy would take a kernel
         if not self.begins:
-            return stream.replace(x=(stream.x + gate * f).to(stream.x.dtype), lane=None)
+            return stream.replace(x=(stream.x + f).to(stream.x.dtype), lane=None)
         sources = sources_of(stream)
         dtype = f.dtype if self.size == 1 else sources[0][0].dtype  # sums need the stream's dtype
-        return stream.replace(x=(gate * f).to(dtype), lane=None, sources=sources)
+        return stream.replace(x=f.to(dtype), lane=None, sources=sources)
 
     def skip(self, old, new, runs):
         """The stream new for the tokens that run, (B, T, 1). Others add nothing to old. For mod.py.

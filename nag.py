@@ -16,7 +16,8 @@ inverse temperature of the logits. d is n_embd, l the 1-based sublayer, rms(x) =
     read out   logit_v = exp(s + g_dec) <r, w_v> / sqrt(d)                                      (7)
                where w_v is row v of the head, centred and then scaled to |w_v| = sqrt(d)
 
-A sublayer rotates a token by the angle atan(a), and by atan(alpha_l) at most.
+A sublayer rotates a token by the angle atan(a), and by atan(alpha_l) at most. On CUDA a kernel of
+kernels.py computes (2) to (6) at once.
 
 Differs from the paper:
 - (6) divides by the measured rms of r + a u, so that r cannot drift in low precision.
@@ -35,7 +36,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from norms import NoEnds, PreNorm, Stream, embedding_std, fusing, refuse_norm, upcast
+from norms import NoEnds, PreNorm, Stream, embedding_std, fusing, on_cuda, refuse_norm, upcast
 
 ALPHA_POWER = 0.5  # alpha of sublayer l starts at l^-ALPHA_POWER
 
@@ -261,11 +262,19 @@ class NAG(PreNorm):
         return stream.x, stream
 
     def write(self, stream, f, gate=1.0, turn=None):
-        r = stream.x
-        if turn is None:  # mod.py passes the turn of its router
-            r, products = Project.apply(r, self.w) if self.modulated else (r, None)
+        r, s = stream.x, stream.lane
+        modulated = self.modulated and turn is None  # mod.py passes the turn of its router
+        if on_cuda(r):
+            from kernels import rotate as fused  # triton is for CUDA only
+
+            turn = self.ramp * self.alpha if turn is None else turn
+            factor = (self.w, self.b, self.p, self.raw_beta) if modulated else None
+            x, lane = fused(r, s, f, gate * turn, factor, **self.parts)
+            return stream.replace(x=x, lane=lane)
+        if turn is None:
+            r, products = Project.apply(r, self.w) if modulated else (r, None)
             turn = self.turn(r, products)
-        x, lane = rotate(r, stream.lane, f, gate * turn, **self.parts)
+        x, lane = rotate(r, s, f, gate * turn, **self.parts)
         return stream.replace(x=x, lane=lane)
 
 

@@ -52,12 +52,14 @@ class Stream(NamedTuple):
     lane: Tensor | None = None  # (B, T, k) extra state of the mode: NAG's log norm in float32
     at: Tensor | None = None  # (T, 1) positions of the tokens
     sources: tuple = ()  # other streams, or earlier states that sublayers read: streams.py, X0Mix
+    ahead: tuple = ()  # what a sublayer computed for the next one: attnres.py
 
     def replace(self, **new):
         """A copy with new fields. torch 2.11 does not compile NamedTuple._replace."""
-        x, lane, at, sources = self
+        x, lane, at, sources, ahead = self
         get = new.get
-        return Stream(get("x", x), get("lane", lane), get("at", at), get("sources", sources))
+        changed = get("x", x), get("lane", lane), get("at", at)
+        return Stream(*changed, get("sources", sources), get("ahead", ahead))
 
 
 def pick(table, name, setting):
@@ -103,6 +105,11 @@ def weight_of(layer):
 def upcast(x):
     """Cast x to the dtype of its statistics: float64 if x is float64, else float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def on_cuda(x):
+    """Whether kernels.py runs for x."""
+    return x.is_cuda
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+from test_kernels import run_python
 
 import bench
 import bhyt
@@ -77,6 +78,11 @@ def test_on_cuda_fused_code_equals_float64(d, dtype, close, kind):
         for expected, got in zip(*results):
             error = (got.double().cpu() - expected).abs().max() / expected.abs().max()
             assert error < close, (function.__name__, error)
+
+
+@cases("which", ["of_nag", "of_attnres"])
+def test_on_cuda_kernels_equal_float64(which):
+    run_python("-m", "pytest", "tests/kernel_checks.py", "-q", "-x", "-k", which)
 
 
 def loss_and_gradients(model, idx, targets, dtype="float32"):
