@@ -31,6 +31,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+import kernels
 from norms import FinalNorm, PreNorm, RMSNorm, fusing, on_cuda, upcast
 
 # A source is (v, ran): v (B, T, C), and ran (B, T, 1) tells the tokens that have it, or is None if
@@ -121,11 +122,9 @@ def weights_of(stream, reader):
 
 def fused(sources, reader, *shared):
     """Norm of Eq. 1 by a Triton kernel, and what it leaves for the second sublayer of a block"""
-    from kernels import read  # triton is for CUDA only
-
     norm = reader.norm
     gain, eps = (upcast(norm.gain), norm.eps) if type(norm) is RMSNorm else (None, 0.0)
-    h, left = read(sources, query_of(reader), reader.source_norm.eps, gain, eps, *shared)
+    h, left = kernels.read(sources, query_of(reader), reader.source_norm.eps, gain, eps, *shared)
     return (norm(h) if gain is None else h), left
 
 

@@ -294,11 +294,11 @@ def two_sublayers(config, shape, device, stream_dtype):
     model = GPT(with_blocks(config, 2)).to(device)
     last = model.blocks[-1]  # the first one of keel differs
     attention, mlp = last.attn_residual, last.mlp_residual
-    random_stream = lambda: torch.randn(shape, device=device).to(getattr(torch, stream_dtype))
+    random = lambda *shape: torch.randn(shape, device=device).to(getattr(torch, stream_dtype))
     at = torch.arange(shape[1], device=device)[:, None]
-    start = model.ends.embed(random_stream()).replace(at=at)
-    n_streams = 1 + sum(x is not start.x for x in start.sources)
-    given = [random_stream().requires_grad_() for _ in range(2 + n_streams)]
+    start = model.ends.embed(random(*shape)).replace(at=at)
+    streams = [start.x, *[x for x in start.sources if x is not start.x]]
+    given = [random(*size).requires_grad_() for size in (shape, shape, *[x.shape for x in streams])]
     inputs = [*given, *attention.parameters(), *mlp.parameters()]
 
     both = writes_and_reads(attention, mlp, start)

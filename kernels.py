@@ -2,15 +2,517 @@
 Triton kernels for CUDA. Each one is a drop-in for a function of a concept's file, whose plain lines
 stay there: they are the reference, and what a CPU runs. Equations have that file's numbers.
 
-A pass is one read or write of the stream (N, D), N tokens. Statistics are float32, or float64 if
-the stream is.
+A pass is one read or write of a tensor (N, C), with N tokens. Statistics are float32, or float64 if
+the tensor is. Triton's interpreter has run these kernels and they compile for an H100, but no GPU
+has run them yet: with norms.KERNELS = False CUDA runs the plain lines, compiled.
 """
 
+import math
+from types import SimpleNamespace
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, triton_op, wrap_triton
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # without CUDA: nothing here is called
+    triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None)
+    triton_op = lambda *name, **how: lambda function: function  # it would print a warning
+
+
+@triton.jit
+def up(x):
+    """Cast to the dtype of statistics, as norms.upcast."""
+    if x.dtype == tl.float64:
+        return x
+    else:
+        return x.to(tl.float32)
+
+
+# ------------------------------------------------------------------------------------------------
+# Streams: X (n, N, C) for N tokens, in the modes hc, mhc, ihc and smhc of streams.py.
+#
+# A pass is one read or write of a tensor (N, C). With M = I (ihc), and in brackets with any M:
+#
+#     exchange            write of one sublayer, read of the next: X n, f 1; new X n, h 1
+#     reading             gradients of h_pre and of the norm: new X n, that of h 1
+#     exchange backward   new X n, gradients of new X n and of h 1, f 1 [, X n]; of X n, of f 1
+#     sinkhorn            n^2 numbers a token; its backward keeps 39 n more while it runs
+#
+# That is 30 passes a sublayer if n = 4 [34]. Partial sums of gradients take less than one.
+# exchange reads new X again for h, if h needs sums over all of it, and h once more for its norm:
+# this counts as nothing, because a program has just written them and there are few of its tokens.
+# The maps in between, a few numbers a token, are plain lines of streams.py.
+#
+# The gradient of h has two parts. `Reading` sends one to h_pre, which a second kernel must know
+# before the maps' own gradients. `Exchange` gets the other, and all gradients of X, in one pass.
+
+MOST_STREAMS = 4  # with more of them, threads would need more registers than there are
+NONE, GIVEN, SIGMOID, TANH = 0, 1, 2, 3  # h_pre: none, given, of Eq. 4, of Eq. 3
+
+
+@triton.jit
+def place(rows, live, columns, C: tl.constexpr):
+    """Where a tile is in (N, C), and which of its numbers there are."""
+    return rows[:, None] * C + columns, live[:, None] & (columns < C)
+
+
+@triton.jit
+def tiles(X, at, size, mask, n: tl.constexpr):
+    """A tile of each stream."""
+    xs = ()
+    for i in tl.static_range(n):
+        xs = xs + (up(tl.load(X + i * size + at, mask, 0.0)),)
+    return xs
+
+
+@triton.jit
+def numbers(P, rows, stride, live, first: tl.constexpr, count: tl.constexpr):
+    """P[rows, first + i] for i < count: vectors (BT, 1)."""
+    found = ()
+    for i in tl.static_range(count):
+        found = found + (up(tl.load(P + rows * stride + first + i, live, 0.0))[:, None],)
+    return found
+
+
+@triton.jit
+def weighted(weights, xs, n: tl.constexpr):
+    total = weights[0] * xs[0]
+    for i in tl.static_range(1, n):
+        total += weights[i] * xs[i]
+    return total
+
+
+@triton.jit
+def zeros(like, count: tl.constexpr):
+    found = ()
+    for _ in tl.static_range(count):
+        found = found + (like * 0,)
+    return found
+
+
+@triton.jit
+def product(x, w, total, half: tl.constexpr):
+    """total + x w. half: x holds numbers of bfloat16, so that two such parts of w are enough"""
+    if half:
+        x, high = x.to(tl.bfloat16), w.to(tl.bfloat16)
+        total = tl.dot(x, high, total)
+        return tl.dot(x, (w - high).to(tl.bfloat16), total)
+    else:
+        return tl.dot(x, w, total, input_precision="tf32x3", out_dtype=total.dtype)
+
+
+@triton.jit
+def exchange_kernel(
+    X, F, Lane, W, S, Given, Gain, Out, Y, Squares, Pre, Rho, H, N,
+    eps: tl.constexpr, norm_eps: tl.constexpr, C: tl.constexpr, n: tl.constexpr, R: tl.constexpr,
+    RP: tl.constexpr, writes: tl.constexpr, mixes: tl.constexpr, source: tl.constexpr,
+    normed: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    entries: tl.constexpr = n + n * n if mixes else n
+    rows = tl.program_id(0) * BT + tl.arange(0, BT)
+    live, rows = rows < N, rows.to(tl.int64)
+    size, row = N.to(tl.int64) * C, tl.arange(0, RP)
+    zero = up(tl.load(X + tl.zeros((BT, BC), tl.int32))) * 0
+    y = tl.zeros((BT, RP), zero.dtype)
+    squares, length = zeros(zero, n), zero
+    if source == 1:
+        pre = numbers(Given, rows, n, live, 0, n)
+
+    for c in range(0, C, BC):
+        columns = c + tl.arange(0, BC)
+        at, mask = place(rows, live, columns, C)
+        xs = tiles(X, at, size, mask, n)
+        if writes:
+            f, new = up(tl.load(F + at, mask, 0.0)), ()
+            post = numbers(Lane, rows, entries, live, 0, n)
+            M = numbers(Lane, rows, entries, live, n, entries - n)
+            for k in tl.static_range(n):
+                x = xs[k]
+                if mixes:
+                    x = M[k] * xs[0]
+                    for j in tl.static_range(1, n):
+                        x += M[j * n + k] * xs[j]
+                x = (x + post[k] * f).to(Out.dtype.element_ty)
+                tl.store(Out + k * size + at, x, mask)
+                new = new + (up(x),)
+            xs = new
+        if R > 0:
+            summed = ()
+            for i in tl.static_range(n):
+                w = W + row[None, :] * (n * C) + i * C + columns[:, None]
+                w = up(tl.load(w, (row < R)[None, :] & (columns < C)[:, None], 0.0))
+                y = product(xs[i], w, y, X.dtype.element_ty == tl.bfloat16)
+                summed = summed + (squares[i] + xs[i] * xs[i],)
+            squares = summed
+        if source == 1:
+            h = weighted(pre, xs, n)
+            length += h * h
+            tl.store(H + at, h.to(H.dtype.element_ty), mask)
+
+    if R > 0:
+        tl.store(Y + rows[:, None] * R + row, y, live[:, None] & (row < R))
+        sums = ()
+        for i in tl.static_range(n):
+            sums = sums + (tl.sum(squares[i], 1),)
+            tl.store(Squares + rows * n + i, sums[i], live)
+    if source >= 2:  # h_pre of Eq. 3 or 4
+        s, pre = tl.load(S), ()
+        total = sums[0]
+        for i in tl.static_range(1, n):
+            total += sums[i]
+        for i in tl.static_range(n):
+            entry = i if source == 2 else i * (n + 2)
+            y_i = tl.sum(tl.where(row == entry, y, 0.0), 1)
+            if source == 2:
+                logit = s * y_i * tl.rsqrt(total / (n * C) + eps) + tl.load(Given + entry)
+                pre = pre + ((1 / (1 + tl.exp(-logit)) + eps)[:, None],)
+            else:
+                z = y_i * tl.rsqrt(sums[i] / C + eps)
+                t = 2 / (1 + tl.exp(-2 * z)) - 1
+                pre = pre + ((tl.load(Given + entry) + s * t)[:, None],)
+        tl.debug_barrier()  # other threads wrote what this one reads
+        for c in range(0, C, BC):
+            columns = c + tl.arange(0, BC)
+            at, mask = place(rows, live, columns, C)
+            h = weighted(pre, tiles(Out if writes else X, at, size, mask, n), n)
+            length += h * h
+            tl.store(H + at, h.to(H.dtype.element_ty), mask)
+    if source >= 1:
+        for i in tl.static_range(n):
+            tl.store(Pre + rows[:, None] * n + i, pre[i], live[:, None])
+    if normed:
+        rho = tl.rsqrt(tl.sum(length, 1) / C + norm_eps)
+        tl.store(Rho + rows, rho, live)
+        tl.debug_barrier()
+        for c in range(0, C, BC):
+            columns = c + tl.arange(0, BC)
+            at, mask = place(rows, live, columns, C)
+            gain = up(tl.load(Gain + columns, columns < C, 0.0))
+            h = up(tl.load(H + at, mask, 0.0)) * rho[:, None] * gain
+            tl.store(H + at, h.to(H.dtype.element_ty), mask)
+
+
+@triton.jit
+def reading_kernel(
+    X, Grad, Pre, Rho, Gain, Grad_pre, Q, Grad_gain, N, C: tl.constexpr, n: tl.constexpr,
+    normed: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BT + tl.arange(0, BT)
+    live, rows = rows < N, rows.to(tl.int64)
+    size = N.to(tl.int64) * C
+    zero = up(tl.load(X + tl.zeros((BT, BC), tl.int32))) * 0
+    along, inside = zeros(zero, n), zeros(zero, n)  # <u, X_i> and <h, X_i>
+    pre = numbers(Pre, rows, n, live, 0, n)
+    if normed:
+        rho = tl.load(Rho + rows, live, 0.0)
+    for c in range(0, C, BC):
+        columns = c + tl.arange(0, BC)
+        at, mask = place(rows, live, columns, C)
+        xs, u = tiles(X, at, size, mask, n), up(tl.load(Grad + at, mask, 0.0))
+        h = weighted(pre, xs, n)
+        if normed:
+            of_gain = tl.sum(u * h * rho[:, None], 0)
+            tl.store(Grad_gain + tl.program_id(0) * C + columns, of_gain, columns < C)
+            u *= up(tl.load(Gain + columns, columns < C, 0.0))
+        new, more = (), ()
+        for i in tl.static_range(n):
+            new = new + (along[i] + u * xs[i],)
+            more = more + (inside[i] + h * xs[i],)
+        along, inside = new, more
+    if normed:
+        q = tl.sum(weighted(pre, along, n), 1)
+        tl.store(Q + rows, q, live)
+        k = rho * rho * rho * q / C
+    for i in tl.static_range(n):
+        grad = tl.sum(along[i], 1)
+        if normed:
+            grad = rho * grad - k * tl.sum(inside[i], 1)
+        tl.store(Grad_pre + rows * n + i, grad, live)
+
+
+@triton.jit
+def exchange_backward_kernel(
+    X, New, F, Lane, W, Gain, Pre, Rho, Q, Grad_new, Grad_h, Grad_y, Grad_squares,
+    Grad_x, Grad_f, Grad_lane, Grad_w, N, chunk, C: tl.constexpr, n: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, writes: tl.constexpr, mixes: tl.constexpr,
+    reads: tl.constexpr, normed: tl.constexpr, passed: tl.constexpr, BT: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0) * BC + tl.arange(0, BC)
+    row, size = tl.arange(0, RP), N.to(tl.int64) * C
+    entries: tl.constexpr = n + n * n if mixes else n
+    if R > 0:
+        zero = up(tl.load(W + tl.zeros((RP, BC), tl.int32))) * 0
+        ws, sums, offset = (), (), row[:, None] * (n * C) + columns
+        used = (row < R)[:, None] & (columns < C)
+        for i in tl.static_range(n):
+            ws = ws + (up(tl.load(W + offset + i * C, used, 0.0)),)
+            sums = sums + (zero,)
+    if normed:
+        gain = up(tl.load(Gain + columns, columns < C, 0.0))
+    first = tl.program_id(1) * chunk
+    for start in range(first, tl.minimum(first + chunk, N), BT):
+        rows = start + tl.arange(0, BT)
+        live, rows = rows < N, rows.to(tl.int64)
+        at, mask = place(rows, live, columns, C)
+        new = tiles(New, at, size, mask, n)
+        if reads:
+            pre, u = numbers(Pre, rows, n, live, 0, n), up(tl.load(Grad_h + at, mask, 0.0))
+            if normed:
+                rho = tl.load(Rho + rows, live, 0.0)
+                k = rho * rho * rho * tl.load(Q + rows, live, 0.0) / C
+                u = rho[:, None] * u * gain - k[:, None] * weighted(pre, new, n)
+        if R > 0:
+            grad_y = tl.load(Grad_y + rows[:, None] * R + row, live[:, None] & (row < R), 0.0)
+            twice, summed = numbers(Grad_squares, rows, n, live, 0, n), ()
+        grads = ()
+        for i in tl.static_range(n):
+            grad = new[i] * 0
+            if passed:
+                grad += up(tl.load(Grad_new + i * size + at, mask, 0.0))
+            if reads:
+                grad += pre[i] * u
+            if R > 0:
+                grad += 2 * twice[i] * new[i]
+                grad = tl.dot(grad_y, ws[i], grad, input_precision="tf32x3", out_dtype=grad.dtype)
+                summed = summed + (
+                    tl.dot(
+                        tl.trans(grad_y),
+                        new[i],
+                        sums[i],
+                        input_precision="tf32x3",
+                        out_dtype=grad.dtype,
+                    ),
+                )
+            grads = grads + (grad,)
+        if R > 0:
+            sums = summed
+        if writes:
+            f, post = up(tl.load(F + at, mask, 0.0)), numbers(Lane, rows, entries, live, 0, n)
+            tl.store(Grad_f + at, weighted(post, grads, n).to(Grad_f.dtype.element_ty), mask)
+            lane = Grad_lane + (tl.program_id(0) * N + rows) * entries
+            for k in tl.static_range(n):
+                tl.store(lane + k, tl.sum(grads[k] * f, 1), live)
+            if mixes:
+                mixed = ()
+                for j in tl.static_range(n):
+                    x = up(tl.load(X + j * size + at, mask, 0.0))
+                    M = numbers(Lane, rows, entries, live, n + j * n, n)
+                    for k in tl.static_range(n):
+                        tl.store(lane + n + j * n + k, tl.sum(x * grads[k], 1), live)
+                    mixed = mixed + (weighted(M, grads, n),)
+                grads = mixed
+        for i in tl.static_range(n):
+            tl.store(Grad_x + i * size + at, grads[i].to(Grad_x.dtype.element_ty), mask)
+    if R > 0:
+        for i in tl.static_range(n):
+            of_chunk = Grad_w + tl.program_id(1) * (R * n * C)
+            tl.store(of_chunk + offset + i * C, sums[i], used)
+
+
+@triton.jit
+def sinkhorn_kernel(
+    Logits, Grad, Out, Factors, N, iters, eps: tl.constexpr, n: tl.constexpr, n2: tl.constexpr,
+    backward: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Factors: 1 / (sum + eps) of each step. A step back multiplies by the sum again."""
+    token, one = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, n2)
+    at = token.to(tl.int64)[:, None, None] * (n * n) + one[:, None] * n + one
+    used = (token < N)[:, None, None] & (one < n)[:, None] & (one < n)
+    of_step = token.to(tl.int64)[:, None] * n + one
+    kept, step = (token < N)[:, None] & (one < n), N.to(tl.int64) * n
+    logits = tl.load(Logits + at, used, float("-inf"))
+    p = tl.exp(logits - tl.max(tl.where(used, logits, -1e30), 2)[:, :, None])
+    p /= tl.maximum(tl.sum(p, 2), 1e-30)[:, :, None]
+    M = tl.where(used, p + eps, 0.0)
+    columns = 1 / (tl.sum(M, 1) + eps)
+    M *= columns[:, None, :]
+    if backward:
+        tl.store(Factors + of_step, columns, kept)
+    for i in range(1, iters):
+        rows = 1 / (tl.sum(M, 2) + eps)
+        M *= rows[:, :, None]
+        columns = 1 / (tl.sum(M, 1) + eps)
+        M *= columns[:, None, :]
+        if backward:
+            tl.store(Factors + (2 * i - 1) * step + of_step, rows, kept)
+            tl.store(Factors + 2 * i * step + of_step, columns, kept)
+    if backward:
+        tl.debug_barrier()
+        grad = tl.load(Grad + at, used, 0.0)
+        for i in range(1, iters):
+            back = Factors + 2 * (iters - i) * step + of_step
+            factor = tl.load(back, kept, 1.0)
+            grad = factor[:, None, :] * (grad - tl.sum(grad * M, 1)[:, None, :])
+            M /= factor[:, None, :]
+            factor = tl.load(back - step, kept, 1.0)
+            grad = factor[:, :, None] * (grad - tl.sum(grad * M, 2)[:, :, None])
+            M /= factor[:, :, None]
+        factor = tl.load(Factors + of_step, kept, 1.0)
+        grad = factor[:, None, :] * (grad - tl.sum(grad * M, 1)[:, None, :])
+        M = p * (grad - tl.sum(grad * p, 2)[:, :, None])
+    tl.store(Out + at, M, used)
+
+
+def contiguous(x):
+    return None if x is None else x.contiguous()
+
+
+def cut(count, size):
+    return -(-count // size)
+
+
+def power_above(count, least=16):
+    return max(least, 1 << (count - 1).bit_length())
+
+
+@triton_op("residual::exchange", mutates_args={})
+def exchange_op(
+    X: Tensor, f: Tensor | None, lane: Tensor | None, w: Tensor | None, s: Tensor | None,
+    given: Tensor | None, gain: Tensor | None, source: int, eps: float, norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    n, *shape, C = X.shape
+    N, R = X[0].numel() // C, 0 if w is None else w.size(0)
+    mixes = lane is not None and lane.size(-1) > n  # else M = I
+    dtype = torch.promote_types(X.dtype, torch.float32)
+    BT, warps = (
+        (32, 8) if R <= 16 else (16, 4)
+    )  # others of these need more registers than there are
+    made = lambda made, *size: X.new_empty(*size if made else (0,), dtype=dtype)
+    y, squares = made(R, *shape, R), made(R, *shape, n)
+    pre, rho = made(source, *shape, n), made(gain is not None, *shape, 1)
+    new = X.new_empty(0 if f is None else X.shape)
+    h = X.new_empty((*shape, C) if source else 0)
+    wrap_triton(exchange_kernel)[(cut(N, BT),)](
+        X, f, lane, w, s, given, gain, new, y, squares, pre, rho, h, N, eps, norm_eps, C, n, R,
+        power_above(R), f is not None, mixes, source, gain is not None, BT,
+        min(32, power_above(C)), num_warps=warps,
+    )  # fmt: skip
+    return new, y, squares, pre, rho, h
+
+
+@triton_op("residual::exchange_backward", mutates_args={})
+def exchange_backward_op(
+    X: Tensor | None, new: Tensor, f: Tensor | None, lane: Tensor | None, w: Tensor | None,
+    gain: Tensor | None, pre: Tensor, rho: Tensor, q: Tensor | None, grad_new: Tensor | None,
+    grad_h: Tensor | None, grad_y: Tensor | None, grad_squares: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    n, *shape, C = new.shape
+    N, R = new[0].numel() // C, 0 if grad_y is None else w.size(0)
+    BC, chunk = min(64, power_above(C)), 512
+    dtype = torch.promote_types(new.dtype, torch.float32)
+    grad_x = torch.empty_like(new)
+    grad_f = new.new_empty(0) if f is None else torch.empty_like(f)
+    entries = 0 if lane is None else lane.size(-1)
+    grad_lane = new.new_empty((cut(C, BC), *shape, entries) if entries else 0, dtype=dtype)
+    grad_w = new.new_empty((cut(N, chunk), R, n * C) if R else 0, dtype=dtype)
+    wrap_triton(exchange_backward_kernel)[(cut(C, BC), cut(N, chunk))](
+        X, new, f, lane, w, gain, pre, rho, q, grad_new, grad_h, grad_y,
+        grad_squares, grad_x, grad_f, grad_lane, grad_w, N, chunk, C, n, R,
+        power_above(R), f is not None, X is not None, grad_h is not None,
+        grad_h is not None and gain is not None, grad_new is not None, 16, BC, num_warps=8,
+    )  # fmt: skip
+    return grad_x, grad_f, grad_lane, grad_w
+
+
+@triton_op("residual::reading", mutates_args={})
+def reading_op(
+    X: Tensor, grad: Tensor, pre: Tensor, rho: Tensor, gain: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, *shape, C = X.shape
+    N, normed = X[0].numel() // C, gain is not None
+    grad_pre, q = torch.empty_like(pre), torch.empty_like(rho)
+    grad_gain = rho.new_empty((cut(N, 16), C) if normed else 0)
+    wrap_triton(reading_kernel)[(cut(N, 16),)](
+        X, grad, pre, rho, gain, grad_pre, q, grad_gain, N, C, n, normed, 16,
+        min(64, power_above(C)), num_warps=8,
+    )  # fmt: skip
+    return grad_pre, q, grad_gain
+
+
+def write(X, f, maps):
+    """The new X. maps: (h_post, M)"""
+    return Exchange.apply(X, f, maps, None, None, None, None, NONE, 0.0, 0.0)[0]
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, X, f, lane, w, s, given, gain, source, eps, norm_eps):
+        X, f, lane, given = map(contiguous, (X, f, lane, given))
+        new, *found = exchange_op(X, f, lane, w, s, given, gain, source, eps, norm_eps)
+        new = X.view_as(X) if f is None else new
+        y, squares, pre, rho, h = found
+        mixes = lane is not None and lane.size(-1) > len(X)
+        ctx.save_for_backward(X if mixes else None, new, f, lane, w, gain, pre, rho)
+        ctx.mark_non_differentiable(pre)
+        ctx.set_materialize_grads(False)
+        return new, *found
+
+    @staticmethod
+    def backward(ctx, grad_new, grad_y, grad_squares, _, q, grad_h):
+        X, new, f, lane, w, gain, pre, rho = ctx.saved_tensors
+        if w is None:
+            grad_y = grad_squares = None
+        if not pre.numel():
+            grad_h = None
+        given = map(contiguous, (grad_new, grad_h, grad_y, grad_squares))
+        grads = exchange_backward_op(X, new, f, lane, w, gain, pre, rho, q, *given)
+        grad_x, grad_f, grad_lane, grad_w = grads
+        if f is None:
+            grad_f = grad_lane = None
+        else:
+            grad_lane = grad_lane.sum(0)
+        grad_w = None if grad_y is None else grad_w.sum(0).to(w.dtype)
+        return grad_x, grad_f, grad_lane, grad_w, *[None] * 6
+
+
+class Reading(torch.autograd.Function):
+    """h, whose gradient also reaches pre and the gain. Exchange gets the rest of it."""
+
+    @staticmethod
+    def forward(ctx, h, rho, wanted, gain, X, pre):
+        ctx.save_for_backward(X, pre, rho, gain)
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx, grad):
+        X, pre, rho, gain = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_pre, q, grad_gain = reading_op(X, grad, pre, rho, gain)
+        if gain is None:
+            return grad, None, grad_pre, None, None, None
+        return grad, q, grad_pre, grad_gain.sum(0).to(gain.dtype), None, None
+
+
+@triton_op("residual::sinkhorn", mutates_args={})
+def sinkhorn_op(logits: Tensor, grad: Tensor | None, iters: int, eps: float) -> Tensor:
+    """M from logits (..., n n), or with the gradient of M: that of the logits."""
+    n, out = math.isqrt(logits.size(-1)), torch.empty_like(logits)
+    N, backward = logits.numel() // (n * n), grad is not None
+    factors = logits.new_empty((2 * iters - 1, N, n) if backward else 0)
+    wrap_triton(sinkhorn_kernel)[(cut(N, 32),)](
+        logits, grad, out, factors, N, iters, eps, n, power_above(n, 1), backward, 32, num_warps=4
+    )
+    return out
+
+
+class Sinkhorn(torch.autograd.Function):
+    """Eq. 5 of streams.py: M (..., n n)"""
+
+    @staticmethod
+    def forward(ctx, logits, iters, eps):
+        logits = logits.contiguous()
+        ctx.save_for_backward(logits)
+        ctx.how = iters, eps
+        return sinkhorn_op(logits, None, iters, eps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return sinkhorn_op(*ctx.saved_tensors, grad.contiguous(), *ctx.how), None, None
+
 
 # ------------------------------------------------------------------------------------------------
 # NAG: the write of a sublayer, Eqs. 2 to 6 of nag.py

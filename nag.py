@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import kernels
 from norms import NoEnds, PreNorm, Stream, embedding_std, fusing, on_cuda, refuse_norm, upcast
 
 ALPHA_POWER = 0.5  # alpha of sublayer l starts at l^-ALPHA_POWER
@@ -265,11 +266,9 @@ class NAG(PreNorm):
         r, s = stream.x, stream.lane
         modulated = self.modulated and turn is None  # mod.py passes the turn of its router
         if on_cuda(r):
-            from kernels import rotate as fused  # triton is for CUDA only
-
             turn = self.ramp * self.alpha if turn is None else turn
             factor = (self.w, self.b, self.p, self.raw_beta) if modulated else None
-            x, lane = fused(r, s, f, gate * turn, factor, **self.parts)
+            x, lane = kernels.rotate(r, s, f, gate * turn, factor, **self.parts)
             return stream.replace(x=x, lane=lane)
         if turn is None:
             r, products = Project.apply(r, self.w) if modulated else (r, None)

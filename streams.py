@@ -57,7 +57,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from norms import FinalNorm, PreNorm, RMSNorm, Stream, fusing, mlps, refuse, upcast, weight_of
+import kernels
+from norms import (
+    FinalNorm,
+    PreNorm,
+    RMSNorm,
+    Stream,
+    fusing,
+    mlps,
+    on_cuda,
+    refuse,
+    upcast,
+    weight_of,
+)
 
 EPS = 1e-6  # of Eqs. 4, 5 and 6
 STARTS = {"prenorm": 0.0, "paper": 0.01, "deepseek": 1.0}  # mhc_start: first s
@@ -214,19 +226,40 @@ def wide_write(X, kappa, beta, f):
 
 
 # ------------------------------------------------------------------------------------------------
-# Hyper-Connections: the modes. Stream.x is X_1, and Stream.sources are X_2 ... X_n
+# Hyper-Connections: the modes. Stream.x is X_1, and Stream.sources are X_2 ... X_n.
+#
+# On CUDA, kernels.py reads and writes the streams of hc, mhc, ihc and smhc, if there are at most
+# MOST_STREAMS, in one tensor: Stream.x is X (n, B, T, C). There a write waits for the next read,
+# which does both in one pass: until then Stream.sources are f and (h_post, M), a tensor (B, T, n),
+# or n + n^2.
 
 
-def streams_of(stream):
+def stacked(stream):
+    return stream.x.ndim == 4
+
+
+def whole(stream):
+    """The tensors that hold the streams, after the write that waits."""
+    if stacked(stream) and stream.sources:
+        return (kernels.write(stream.x, *stream.sources),)
     return stream.x, *stream.sources
 
 
+def streams_of(stream):
+    X = whole(stream)
+    return X[0].unbind() if stacked(stream) else X
+
+
 class HCEnds(FinalNorm):
+    has_kernels = True
+
     def __init__(self, config):
         super().__init__(config)
         self.n = config.hc_streams
 
     def embed(self, e):  # without clone, the first block would need a compiled graph of its own
+        if self.has_kernels and on_cuda(e) and self.n <= kernels.MOST_STREAMS:
+            return Stream(e.expand(self.n, *e.shape).clone(memory_format=torch.contiguous_format))
         return Stream(e, sources=tuple(e.clone() for _ in range(self.n - 1)))
 
     def readout(self, stream, head):
@@ -266,26 +299,47 @@ class Streams(PreNorm):
         super().__init__(config, layer)
         self.n = config.hc_streams
 
+    def fetch(self, stream, source, given, maps_of, w, s, eps):
+        """read with kernels: (h, the stream, maps for write). maps_of makes h_pre and these maps
+        from W vec(X) and the sums of squares. source, given, s: how the kernel makes h_pre."""
+        rms = type(self.norm) is RMSNorm
+        gain, norm_eps = (self.norm.gain, self.norm.eps) if rms else (None, 0.0)
+        waiting = stream.sources or (None, None)
+        how = (w, s, given, gain, source, eps, norm_eps)
+        found = kernels.Exchange.apply(stream.x, *waiting, *how)
+        X, products, squares, used, rho, h = found
+        pre, lane = maps_of(products, squares)
+        h = kernels.Reading.apply(h, rho, pre, gain, X, used)
+        return h if rms else self.norm(h), stream.replace(x=X, sources=()), lane
+
     def skip(self, old, new, runs):
-        pairs = zip(streams_of(new), streams_of(old))
+        pairs = zip(whole(new), whole(old))
         x, *others = (torch.where(runs, x, before) for x, before in pairs)
         return new.replace(x=x, sources=tuple(others))
 
 
 class Connections(Streams):
-    """Maps that are made from X. A subclass defines `maps`."""
+    """Maps that are made from X. A subclass defines `maps`, and for kernels `fetch_maps`."""
 
     decays = ("w",)  # parameters that decay: model.param_groups puts them in "maps"
 
     def read(self, stream):
+        if stacked(stream):
+            h, stream, lane = self.fetch_maps(stream)
+            return h, stream.replace(lane=lane)
         X = streams_of(stream)
         pre, post, M = self.maps(X)
-        lane = torch.cat([*post, *chain(*(M or ()))], -1)  # for write: (B, T, n), or n + n^2
         h = self.norm(read(X, pre)).to(stream.x.dtype)
+        lane = torch.cat([*post, *chain(*(M or ()))], -1)  # for write: (B, T, n), or n + n^2
         return h, stream.replace(lane=lane)
 
     def write(self, stream, f, gate=1.0):
         n = self.n
+        if stacked(stream):
+            maps = stream.lane
+            if not isinstance(gate, float) or gate != 1:
+                maps = torch.cat([gate * maps[..., :n], maps[..., n:]], -1)
+            return stream.replace(lane=None, sources=(f, maps))
         maps = stream.lane.split(1, -1)
         M = [maps[i : i + n] for i in range(n, len(maps), n)] or None
         x, *others = write(streams_of(stream), M, [gate * h for h in maps[:n]], f)
@@ -337,6 +391,17 @@ class HC(Connections):
             M.append(row)
         return pre, post, M
 
+    def fetch_maps(self, stream):
+        def maps_of(products, squares):
+            scale = torch.rsqrt(squares / stream.x.size(-1) + self.eps)
+            t = torch.tanh(products.unflatten(-1, (self.n, -1)) * scale[..., None])
+            maps = self.a + torch.cat([self.s, self.s[:1].expand(self.n)]) * t  # Eq. 3
+            pre, post, M = maps.split([1, 1, self.n], -1)
+            return pre[..., 0], torch.cat([post[..., 0], M.flatten(-2)], -1)
+
+        w = torch.block_diag(*[self.w] * self.n)  # each stream has products of its own
+        return self.fetch(stream, kernels.TANH, self.a, maps_of, w, self.s, self.eps)
+
 
 class MHC(Connections):
     settings = ("hc_streams", "mhc_start")
@@ -363,6 +428,19 @@ class MHC(Connections):
     def maps(self, X):
         return mhc_maps(X, self.w, self.s, self.b)
 
+    def maps_of(self, products, squares):
+        """Eqs. 4 and 5: h_pre, and (h_post, M)"""
+        sizes = (self.n, self.n, self.n * self.n)[: self.n_maps]
+        scale = torch.rsqrt(squares.sum(-1, keepdim=True) / self.w.size(1) + EPS)
+        s = torch.cat([s_i.expand(size) for s_i, size in zip(self.s, sizes)])
+        pre, post, *mix = (s * products * scale + self.b).split(sizes, -1)
+        post = 2 * torch.sigmoid(post)
+        M = [kernels.Sinkhorn.apply(logits, 20, EPS) for logits in mix]
+        return torch.sigmoid(pre) + EPS, torch.cat([post, *M], -1)
+
+    def fetch_maps(self, stream):
+        return self.fetch(stream, kernels.SIGMOID, self.b, self.maps_of, self.w, self.s, EPS)
+
 
 class IHC(MHC):
     n_maps = 2  # h_pre and h_post
@@ -383,11 +461,18 @@ class SMHC(MHC):
     ends = SMHCEnds
 
     def read(self, stream):
+        if stacked(stream):
+            h, stream, maps = self.fetch_maps(stream)
+            return h, stream.replace(lane=torch.cat([stream.lane, maps], -1))
         X, pre = streams_of(stream), stream.lane
         h_pre, post, M = self.maps(X)
         lane = torch.cat([pre, *h_pre, *post, *chain(*M)], -1)
         h = self.norm(read(X, pre.split(1, -1))).to(stream.x.dtype)  # Eq. 7
         return h, stream.replace(lane=lane)
+
+    def fetch_maps(self, stream):
+        maps_of = lambda *found: (stream.lane, torch.cat(self.maps_of(*found), -1))
+        return self.fetch(stream, kernels.GIVEN, stream.lane, maps_of, self.w, None, EPS)  # Eq. 7
 
     def write(self, stream, f, gate=1.0):
         _, h_pre, maps = self.parts(stream)
@@ -420,6 +505,7 @@ def gate_matrices(config):
 class GatedEnds(HCEnds):
     """`additive`, which depth.py measures, is the plain sum. The head reads each stream."""
 
+    has_kernels = False  # its products are matrix products, and they read separate streams
     decays = ("d", "u")
 
     def __init__(self, config):
@@ -459,6 +545,8 @@ class Gated(Connections):
 
 
 class WideEnds(HCEnds):
+    has_kernels = False  # compiled, wide moves less: it has no products
+
     def __init__(self, config):
         super().__init__(config)
         self.rho = nn.Parameter(torch.empty(self.n))

@@ -1,5 +1,6 @@
 """
-Break the code on purpose and see whether a test of `make test` notices.
+Break the code on purpose and see whether a test of `make test` notices. For kernels.py it is a test
+of `make slow`.
 
     python tests/mutants.py                  all breaks, about 3 minutes on 2 cores
     python tests/mutants.py NAME [NAME ...]  some of them
@@ -263,6 +264,15 @@ BREAKS = [  # (name, file, code before, code after, the test that notices)
      "h = self.norm(read(X, h_pre))", "test_all.py::test_every_mode_equals_its_equation[smhc]"),
     ("wide keeps everything", "streams.py", "math.log(99)", "math.log(9)",
      "tests/test_rivals.py::test_wide_starts_with_the_mean_of_parted_streams_and_keeps_999_of_1000"),
+    ("a kernel mixes with M for its transpose", "kernels.py", "M[j * n + k] * xs[j]",
+     "M[k * n + j] * xs[j]", "tests/test_stream_kernels.py::test_in_the_interpreter[streams]"),
+    ("the gradient of a norm in a kernel without its second part", "kernels.py",
+     "u = rho[:, None] * u * gain - k[:, None] * weighted(pre, new, n)",
+     "u = rho[:, None] * u * gain",
+     "tests/test_stream_kernels.py::test_in_the_interpreter[streams]"),
+    ("a kernel loses the last tokens", "kernels.py", "tl.minimum(first + chunk, N), BT)",
+     "tl.minimum(first + chunk, N - BT), BT)",
+     "tests/test_stream_kernels.py::test_in_the_interpreter[streams]"),
     ("unknown part runs", "bench.py", 'pick(PARTS, part, "what")', "PARTS[part]",
      "test_all.py::test_bad_input_is_one_line_and_writes_nothing"),
 ]
@@ -275,7 +285,7 @@ def run_test(folder, test):
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     options = ["-xq", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp"]
-    if "test_kernels" not in test:  # all its tests are slow
+    if "kernels" not in test:  # kernels have only slow tests: they need triton
         options += ["-m", "not slow"]
     raise SystemExit(pytest.main([*options, test]))
 

@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 from test_kernels import run_python
+from test_stream_kernels import PRECISIONS, worst_error
 
 import bench
 import bhyt
@@ -78,6 +79,13 @@ def test_on_cuda_fused_code_equals_float64(d, dtype, close, kind):
         for expected, got in zip(*results):
             error = (got.double().cpu() - expected).abs().max() / expected.abs().max()
             assert error < close, (function.__name__, error)
+
+
+@cases("mode", ["hc", "mhc", "ihc", "smhc"])
+@cases("stream, output, close", PRECISIONS)
+@cases("d", [128, 768, 1000, 2048, 4096])
+def test_on_cuda_the_kernels_of_the_streams_equal_float64(d, stream, output, close, mode):
+    assert worst_error(mode, d, stream, output, DEVICE, torch.compile) < close
 
 
 @cases("which", ["of_nag", "of_attnres"])
