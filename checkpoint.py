@@ -222,7 +222,8 @@ def on_rank_0(state):
         return [on_rank_0(value) for value in state]
     if isinstance(state, DTensor):
         whole = gathered(state)
-        return whole.cpu() if dist.get_rank() == 0 else None
+        # a copy, also on a CPU: what is written has been part of no collective
+        return whole.to("cpu", copy=True) if dist.get_rank() == 0 else None
     return state
 
 

@@ -8,6 +8,7 @@ has run them yet: with norms.KERNELS = False CUDA runs the plain lines, compiled
 """
 
 import math
+import os
 from types import SimpleNamespace
 
 import torch
@@ -19,7 +20,8 @@ try:
     import triton.language as tl
 except ImportError:  # without CUDA: nothing here is called
     triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None)
-    triton_op = lambda *name, **how: lambda function: function  # it would print a warning
+if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
+    triton_op = lambda *name, **how: lambda function: function  # it imports the compiler: 2 seconds
 
 
 @triton.jit

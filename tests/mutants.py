@@ -89,7 +89,7 @@ BREAKS = [  # (name, file, code before, code after, the test that notices)
      "scaled(scaled(M, 0), 1)",
      "tests/test_rivals.py::test_hyper_connections_equal_the_golden_with_gradients[mhc]"),
     ("a skipped output keeps its weight", "attnres.py",
-     "score if ran is None else score.masked_fill(~ran, -math.inf)", "score",
+     "s_i if ran is None else s_i.masked_fill(~ran, -math.inf)", "s_i",
      "tests/test_rivals.py::test_an_output_that_a_token_skips_gets_no_weight[attnres-None]"),
     ("a source counts by its first sublayer", "attnres.py", "old.lane | runs", "old.lane",
      "tests/test_rivals.py::test_an_output_that_a_token_skips_gets_no_weight[attnres_block-3]"),

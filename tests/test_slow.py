@@ -373,7 +373,6 @@ def test_writing_stops_at_stop_strings_and_end_of_text(monkeypatch):
 
 def test_a_study_trains_and_measures_a_real_run(data, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(os.path.join(HERE, "runs"))
-    import copying
     import study
 
     monkeypatch.setattr(study, "ROOT", tmp_path)
@@ -389,11 +388,6 @@ def test_a_study_trains_and_measures_a_real_run(data, tmp_path, monkeypatch):
     step, start = study.probe(settings, steps=4)
     assert 0 < step < 60 and 0 <= start < 60
     assert not list((tmp_path / "out" / "study").glob("probe-*"))
-
-    kept = settings | {"seed": 2, "keep_interval": 3, "save_interval": 3}
-    (line,) = study.run("toy", [kept], copying.measured)
-    assert [step for step, *_ in line["copying"]] == [0, 3, 6]
-    assert copying.onset(line) is None
 
 
 @torch.no_grad()
