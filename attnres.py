@@ -26,13 +26,12 @@ Differs from the paper:
 """
 
 import math
-from itertools import chain
 
 import torch
 from torch import nn
 
 import kernels
-from norms import FinalNorm, PreNorm, RMSNorm, fusing, on_cuda, upcast
+from norms import FinalNorm, PreNorm, RMSNorm, fusing, learns, on_cuda, upcast
 
 # A source is (v, ran): v (B, T, C), and ran (B, T, 1) tells the tokens that have it, or is None if
 # all do. Stream.x and Stream.lane are the newest source, which still grows
@@ -75,17 +74,18 @@ class WeightedSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, eps, *given):
-        sources = pairs(given)
+    def forward(ctx, query, eps, masked, *given):
+        sources = pairs(masked, given)
         s, inverse = scores(sources, query, eps)
         p = weights(s, sources)
+        ctx.masked = masked
         ctx.save_for_backward(query, s, inverse, p, *given)
         return mix(sources, p)
 
     @staticmethod
     def backward(ctx, o):
         query, s, inverse, p, *given = ctx.saved_tensors
-        sources = pairs(given)
+        sources = pairs(ctx.masked, given)
         a = torch.cat([(o * upcast(v)).sum(-1, keepdim=True) for v, _ in sources], -1)
         d = p * (a - (p * a).sum(-1, keepdim=True)) * inverse
         grads = []
@@ -93,13 +93,14 @@ class WeightedSum(torch.autograd.Function):
         for (v, _), p_i, d_i, shrink in tokens:
             grads.append((p_i * o + d_i * query - shrink * upcast(v)).to(v.dtype))
         grad_query = mix(sources, d).flatten(0, -2).sum(0)
-        return grad_query, None, *grads, *[None] * len(grads)
+        return grad_query, None, None, *grads, *[None] * len(ctx.masked)
 
 
-def pairs(given):
-    """(v_0, ..., v_m, ran_0, ..., ran_m) -> the sources."""
-    n = len(given) // 2
-    return [*zip(given[:n], given[n:])]
+def pairs(masked, given):
+    """The sources. given: v_0, ..., v_m, and ran of those whose numbers are in masked."""
+    n = len(given) - len(masked)
+    ran = dict(zip(masked, given[n:]))
+    return [(v, ran.get(i)) for i, v in enumerate(given[:n])]
 
 
 def query_of(reader):
@@ -109,8 +110,13 @@ def query_of(reader):
 
 def weighted_sum(stream, reader):
     """sum_i p_i v_i of Eq. 1, (B, T, C) in float32."""
-    given = chain(*zip(*sources_of(stream)))
-    return WeightedSum.apply(query_of(reader), reader.source_norm.eps, *given)
+    sources, query, eps = sources_of(stream), query_of(reader), reader.source_norm.eps
+    vs, rans = zip(*sources)
+    if not learns(query, *vs):
+        return mix(sources, weights_of(stream, reader))
+    masked = tuple(i for i, ran in enumerate(rans) if ran is not None)
+    given = (*vs, *(rans[i] for i in masked))
+    return WeightedSum.apply(query, eps, masked, *given)
 
 
 def weights_of(stream, reader):

@@ -108,6 +108,13 @@ def upcast(x):
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def learns(*tensors):
+    """Whether a gradient is wanted. If not, call no autograd.Function with a varying number of
+    inputs: compiled, torch 2.13 would drop ctx at one of these numbers.
+    """
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def on_cuda(x):
     """Whether kernels.py runs for x."""
     return KERNELS and x.is_cuda

@@ -64,6 +64,7 @@ from norms import (
     RMSNorm,
     Stream,
     fusing,
+    learns,
     mlps,
     on_cuda,
     refuse,
@@ -100,16 +101,7 @@ class Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, w, *X):
         ctx.save_for_backward(w, *X)
-        products = []
-        for xs, columns in groups(X, w):
-            if torch.compiler.is_compiling():
-                floats, rows = [*map(upcast, xs)], zip(*[upcast(c).unbind() for c in columns])
-                products += [dot(floats, row).sum(-1, keepdim=True) for row in rows]
-            else:
-                with torch.autocast(X[0].device.type, enabled=False):
-                    y = sum(F.linear(upcast(x), upcast(c)) for x, c in zip(xs, columns))
-                products += y.split(1, -1)
-        return tuple(products)
+        return products(w, X)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -128,6 +120,23 @@ class Products(torch.autograd.Function):
                 grad_columns.append(product.to(w.dtype))
         grad_w = torch.cat(grad_columns, -1).unflatten(-1, (-1, w.size(-1))).sum(-2)
         return grad_w, *grad_X
+
+
+def multiply(w, X):
+    return Products.apply(w, *X) if learns(w, *X) else products(w, X)
+
+
+def products(w, X):
+    found = []
+    for xs, columns in groups(X, w):
+        if torch.compiler.is_compiling():
+            floats, rows = [*map(upcast, xs)], zip(*[upcast(c).unbind() for c in columns])
+            found += [dot(floats, row).sum(-1, keepdim=True) for row in rows]
+        else:
+            with torch.autocast(X[0].device.type, enabled=False):
+                y = sum(F.linear(upcast(x), upcast(c)) for x, c in zip(xs, columns))
+            found += y.split(1, -1)
+    return tuple(found)
 
 
 def groups(X, w):
@@ -168,7 +177,7 @@ def sinkhorn(logits, iters, eps):
 def mhc_maps(X, w, s, b, iters=20, eps=EPS):
     """Eqs. 4 and 5: h_pre and h_post, lists of n, and M, n lists of n, or None without its s."""
     n, scale = len(X), inverse_rms(X, eps)
-    y = [y_i * scale for y_i in Products.apply(w, *X)]
+    y = [y_i * scale for y_i in multiply(w, X)]
     s_pre, s_post, *s_mix = entries(s, X[0])
     b = entries(b, X[0])
     pre = [torch.sigmoid(s_pre * y_i + b_i) + eps for y_i, b_i in zip(y[:n], b)]
@@ -182,7 +191,7 @@ def mhc_maps(X, w, s, b, iters=20, eps=EPS):
 
 def mhc_end(X, w, s, b, eps=EPS):
     """Eq. 6: (B, T, C)"""
-    y, scale = Products.apply(w, *X), inverse_rms(X, eps)
+    y, scale = multiply(w, X), inverse_rms(X, eps)
     (s,), b = entries(s, X[0]), entries(b, X[0])
     return read(X, [torch.sigmoid(s * y_i * scale + b_i) + eps for y_i, b_i in zip(y, b)])
 
@@ -210,7 +219,7 @@ def gated_read(z, down, up):
 
 def gated_post(z, w):
     """The factors of f in Eq. 9: n tensors (B, T, 1)."""
-    return [2 * torch.sigmoid(y / len(z)) for y in Products.apply(w, *z)]
+    return [2 * torch.sigmoid(y / len(z)) for y in multiply(w, z)]
 
 
 def wide_read(X, rho):
@@ -380,7 +389,7 @@ class HC(Connections):
         """Eqs. 2 and 3: h_pre and h_post, lists of n, and M, n lists of n."""
         s_1, s_2 = entries(self.s, X[0])
         s = (s_1, s_2, *[s_1] * self.n)
-        a, products = iter(entries(self.a, X[0])), iter(Products.apply(self.w, *X))
+        a, products = iter(entries(self.a, X[0])), iter(multiply(self.w, X))
         pre, post, M = [], [], []
         for x in X:
             scale = inverse_rms([x], self.eps)

@@ -5,7 +5,6 @@ Triton is interpreted from its import on or never, so this file has a process of
 """
 
 import os
-from itertools import chain
 
 import pytest
 import torch
@@ -151,7 +150,9 @@ if DEVICE == "cuda":
 
 
 def mean_of(sources, q, gain):
-    h = attnres.WeightedSum.apply(q, 1e-6, *chain(*zip(*sources)))
+    vs, rans = zip(*sources)
+    masked = tuple(i for i, ran in enumerate(rans) if ran is not None)
+    h = attnres.WeightedSum.apply(q, 1e-6, masked, *vs, *(rans[i] for i in masked))
     return gain * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
 
 

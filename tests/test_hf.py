@@ -297,7 +297,7 @@ def damage(folder, how):
 @pytest.mark.slow
 @cases("how, message", [
     ("truncated", "is not a complete .safetensors file"), ("missing shard", "which is missing"),
-    ("2^60 bytes", "is not a complete .safetensors file"), ("wrong shape", "config.json asks for"),
+    ("2^60 bytes", "is not a complete .safetensors file"), ("wrong shape", "config.json says"),
     ("missing tensor", "which config.json does not ask for"), ("pickles", "can run code"),
     ("no json", "config.json: Expecting"), ("../x.safetensors", "is not a file in its folder"),
     ("/etc/passwd", "is not a file in its folder"), ("other.safetensors", "which is missing"),

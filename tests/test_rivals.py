@@ -505,3 +505,20 @@ def test_a_token_that_skips_every_sublayer_keeps_its_streams_and_its_pre(residua
     assert all(torch.equal(after, before) for after, before in kept)
     if residual == "smhc":
         assert torch.equal(last.lane, torch.eye(4)[0].expand(2, 32, 4))
+
+
+@cases("n", [1, 2, 3, 4])
+def test_compiled_code_without_gradients_takes_any_number_of_streams_and_sources(n):
+    """Compiled, torch 2.13 drops ctx of an autograd.Function at one number of inputs."""
+    g = torch.Generator().manual_seed(n)
+    X = [torch.randn(1, 4, 8, generator=g) for _ in range(n)]
+    w, reader = torch.randn(3, 8 * n, generator=g), tiny(residual="attnres", n_embd=8).ends
+    stream = norms.Stream(X[-1], sources=tuple((x, None) for x in X[:-1]))
+
+    def both(*inputs):
+        products = torch.cat(streams_file.multiply(w, inputs), -1)
+        return products, attnres.weighted_sum(stream, reader)
+
+    with torch.no_grad():
+        compiled = torch.compile(both, backend="eager", fullgraph=True)(*X)
+        assert_close(compiled, both(*X), rtol=1e-5, atol=1e-6)
