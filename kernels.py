@@ -8,7 +8,6 @@ has run them yet: with norms.KERNELS = False CUDA runs the plain lines, compiled
 """
 
 import math
-import os
 from types import SimpleNamespace
 
 import torch
@@ -20,8 +19,6 @@ try:
     import triton.language as tl
 except ImportError:  # without CUDA: nothing here is called
     triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None)
-if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
-    triton_op = lambda *name, **how: lambda function: function  # it imports the compiler: 2 seconds
 
 
 @triton.jit
@@ -31,6 +28,11 @@ def up(x):
         return x
     else:
         return x.to(tl.float32)
+
+
+interpreted = type(up).__name__ == "InterpretedFunction"
+if not (torch.cuda.is_available() or interpreted):
+    triton_op = lambda *name, **how: lambda function: function  # it imports the compiler: 2 seconds
 
 
 # ------------------------------------------------------------------------------------------------
