@@ -110,13 +110,13 @@ def query_of(reader):
 
 def weighted_sum(stream, reader):
     """sum_i p_i v_i of Eq. 1, (B, T, C) in float32."""
-    sources, query, eps = sources_of(stream), query_of(reader), reader.source_norm.eps
+    sources = sources_of(stream)
     vs, rans = zip(*sources)
-    if not learns(query, *vs):
-        return mix(sources, weights_of(stream, reader))
+    if not learns(reader.w, reader.source_norm.gain, *vs):
+        return mix(sources, reader.weights(stream))
     masked = tuple(i for i, ran in enumerate(rans) if ran is not None)
     given = (*vs, *(rans[i] for i in masked))
-    return WeightedSum.apply(query, eps, masked, *given)
+    return WeightedSum.apply(query_of(reader), reader.source_norm.eps, masked, *given)
 
 
 def weights_of(stream, reader):

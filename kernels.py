@@ -281,16 +281,8 @@ def exchange_backward_kernel(
                 grad += pre[i] * u
             if R > 0:
                 grad += 2 * twice[i] * new[i]
-                grad = tl.dot(grad_y, ws[i], grad, input_precision="tf32x3", out_dtype=grad.dtype)
-                summed = summed + (
-                    tl.dot(
-                        tl.trans(grad_y),
-                        new[i],
-                        sums[i],
-                        input_precision="tf32x3",
-                        out_dtype=grad.dtype,
-                    ),
-                )
+                grad = product(grad_y, ws[i], grad, False)
+                summed = summed + (product(tl.trans(grad_y), new[i], sums[i], False),)
             grads = grads + (grad,)
         if R > 0:
             sums = summed
@@ -365,12 +357,8 @@ def contiguous(x):
     return None if x is None else x.contiguous()
 
 
-def cut(count, size):
-    return -(-count // size)
-
-
 def power_above(count, least=16):
-    return max(least, 1 << (count - 1).bit_length())
+    return max(least, triton.next_power_of_2(count))
 
 
 @triton_op("residual::exchange", mutates_args={})
@@ -382,18 +370,17 @@ def exchange_op(
     N, R = X[0].numel() // C, 0 if w is None else w.size(0)
     mixes = lane is not None and lane.size(-1) > n  # else M = I
     dtype = torch.promote_types(X.dtype, torch.float32)
-    BT, warps = (
-        (32, 8) if R <= 16 else (16, 4)
-    )  # others of these need more registers than there are
+    # other sizes need more registers than there are
+    BT, num_warps = (32, 8) if R <= 16 else (16, 4)
     made = lambda made, *size: X.new_empty(*size if made else (0,), dtype=dtype)
     y, squares = made(R, *shape, R), made(R, *shape, n)
     pre, rho = made(source, *shape, n), made(gain is not None, *shape, 1)
     new = X.new_empty(0 if f is None else X.shape)
     h = X.new_empty((*shape, C) if source else 0)
-    wrap_triton(exchange_kernel)[(cut(N, BT),)](
+    wrap_triton(exchange_kernel)[(triton.cdiv(N, BT),)](
         X, f, lane, w, s, given, gain, new, y, squares, pre, rho, h, N, eps, norm_eps, C, n, R,
         power_above(R), f is not None, mixes, source, gain is not None, BT,
-        min(32, power_above(C)), num_warps=warps,
+        min(32, power_above(C)), num_warps=num_warps,
     )  # fmt: skip
     return new, y, squares, pre, rho, h
 
@@ -411,9 +398,9 @@ def exchange_backward_op(
     grad_x = torch.empty_like(new)
     grad_f = new.new_empty(0) if f is None else torch.empty_like(f)
     entries = 0 if lane is None else lane.size(-1)
-    grad_lane = new.new_empty((cut(C, BC), *shape, entries) if entries else 0, dtype=dtype)
-    grad_w = new.new_empty((cut(N, chunk), R, n * C) if R else 0, dtype=dtype)
-    wrap_triton(exchange_backward_kernel)[(cut(C, BC), cut(N, chunk))](
+    grad_lane = new.new_empty((triton.cdiv(C, BC), *shape, entries) if entries else 0, dtype=dtype)
+    grad_w = new.new_empty((triton.cdiv(N, chunk), R, n * C) if R else 0, dtype=dtype)
+    wrap_triton(exchange_backward_kernel)[(triton.cdiv(C, BC), triton.cdiv(N, chunk))](
         X, new, f, lane, w, gain, pre, rho, q, grad_new, grad_h, grad_y,
         grad_squares, grad_x, grad_f, grad_lane, grad_w, N, chunk, C, n, R,
         power_above(R), f is not None, X is not None, grad_h is not None,
@@ -429,8 +416,8 @@ def reading_op(
     n, *shape, C = X.shape
     N, normed = X[0].numel() // C, gain is not None
     grad_pre, q = torch.empty_like(pre), torch.empty_like(rho)
-    grad_gain = rho.new_empty((cut(N, 16), C) if normed else 0)
-    wrap_triton(reading_kernel)[(cut(N, 16),)](
+    grad_gain = rho.new_empty((triton.cdiv(N, 16), C) if normed else 0)
+    wrap_triton(reading_kernel)[(triton.cdiv(N, 16),)](
         X, grad, pre, rho, gain, grad_pre, q, grad_gain, N, C, n, normed, 16,
         min(64, power_above(C)), num_warps=8,
     )  # fmt: skip
@@ -497,7 +484,7 @@ def sinkhorn_op(logits: Tensor, grad: Tensor | None, iters: int, eps: float) -> 
     n, out = math.isqrt(logits.size(-1)), torch.empty_like(logits)
     N, backward = logits.numel() // (n * n), grad is not None
     factors = logits.new_empty((2 * iters - 1, N, n) if backward else 0)
-    wrap_triton(sinkhorn_kernel)[(cut(N, 32),)](
+    wrap_triton(sinkhorn_kernel)[(triton.cdiv(N, 32),)](
         logits, grad, out, factors, N, iters, eps, n, power_above(n, 1), backward, 32, num_warps=4
     )
     return out
@@ -721,9 +708,9 @@ def launch(kernel, tensors, a, w, eps, centre, orthogonal):
     r = tensors[0]
     N, D, C = r.numel() // r.size(-1), r.size(-1), 0 if w is None else len(w)
     wrap_triton(kernel)[(triton.cdiv(N, ROWS),)](
-        *tensors, N, EACH=int(a.numel() > 1), D=D, C=C, PADDED=max(16, triton.next_power_of_2(C)),
+        *tensors, N, EACH=int(a.numel() > 1), D=D, C=C, PADDED=power_above(C),
         num_warps=8, EPS=eps, CENTRE=centre, ORTHOGONAL=orthogonal,
-        ROWS=ROWS, COLUMNS=min(SPAN // r.element_size(), max(16, triton.next_power_of_2(D))),
+        ROWS=ROWS, COLUMNS=min(SPAN // r.element_size(), power_above(D)),
     )  # fmt: skip
 
 
@@ -932,7 +919,7 @@ def warps(D):
 
 
 def constants(q, shared, eps, norm_eps):
-    """Those of both kernels"""
+    """The constants that both kernels take."""
     D = len(q)
     block = dict(D=D, BLOCK=triton.next_power_of_2(D), num_warps=warps(D))
     return block | dict(SHARED=shared, EPS=eps, NORM_EPS=norm_eps)

@@ -127,6 +127,7 @@ def multiply(w, X):
 
 
 def products(w, X):
+    """What Products computes."""
     found = []
     for xs, columns in groups(X, w):
         if torch.compiler.is_compiling():
@@ -389,11 +390,11 @@ class HC(Connections):
         """Eqs. 2 and 3: h_pre and h_post, lists of n, and M, n lists of n."""
         s_1, s_2 = entries(self.s, X[0])
         s = (s_1, s_2, *[s_1] * self.n)
-        a, products = iter(entries(self.a, X[0])), iter(multiply(self.w, X))
+        a, y = iter(entries(self.a, X[0])), iter(multiply(self.w, X))
         pre, post, M = [], [], []
         for x in X:
             scale = inverse_rms([x], self.eps)
-            t = [torch.tanh(next(products) * scale) for _ in s]
+            t = [torch.tanh(next(y) * scale) for _ in s]
             h_pre, h_post, *row = (next(a) + s_i * t_i for s_i, t_i in zip(s, t))
             pre.append(h_pre)
             post.append(h_post)
