@@ -969,7 +969,7 @@ def of_two_streams(mode):
 @cases("backend, changes", [
     *[("aot_eager", of_two_streams(r)) for r in RESIDUALS], ("aot_eager", MOD),
     ("aot_eager", dict(MOD, residual="bhyt", mod_router="learned", moe_experts=4)),
-    *[slow("inductor", dict(residual=r)) for r in RESIDUALS], slow("inductor", MOD),
+    *[slow("inductor", of_two_streams(r)) for r in RESIDUALS], slow("inductor", MOD),
     slow("inductor", dict(MOD, residual="bhyt", mod_router="learned", moe_experts=4)),
 ])  # fmt: skip
 def test_compiled_equals_eager_and_blocks_share_graphs(backend, changes, monkeypatch):

@@ -4,17 +4,21 @@ With TRITON_INTERPRET=1 Triton's interpreter runs them on CPU tensors. Else they
 Triton is interpreted from its import on or never, so this file has a process of its own.
 """
 
+import copy
 import os
+from types import SimpleNamespace
 
 import pytest
+import test_rivals
 import torch
 import torch.nn.functional as F
-from triton.runtime import interpreter
 
 import attnres
 import kernels
 import nag
 import norms
+import streams
+from bench import writes_and_reads
 from test_all import (
     MOD,
     assert_close,
@@ -27,6 +31,7 @@ from test_all import (
     tiny,
 )
 
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)]
 SIZES = [(64, d, 32) for d in (128, 768, 1000, 2048, 4096)]  # tokens, width, directions or sources
@@ -56,7 +61,7 @@ def fused(monkeypatch):
 
 
 def use_kernels(monkeypatch, uses):
-    for file in (nag, attnres):
+    for file in (nag, attnres, streams):
         monkeypatch.setattr(file, "on_cuda", lambda x: uses)
 
 
@@ -207,25 +212,40 @@ def test_the_reads_of_attnres_equal_the_golden(fused, residual, key):
 # ------------------------------------------------------------------------------------------------
 # Models
 
+ROUTER = MOD | dict(mod_router="learned")
 KINDS = {
     "nag": {},
     "nag, other parts": dict(nag_centre=False, nag_orthogonal=False, branch_scale="depth"),
     "nag, its router": MOD,
-    "nag, a learned router": MOD | dict(mod_router="learned"),
+    "nag, a learned router": ROUTER,
     "attnres": dict(residual="attnres"),
     "attnres, layer norm": dict(residual="attnres", norm="layer"),
-    "attnres, a router": MOD | dict(residual="attnres", mod_router="learned"),
+    "attnres, a router": ROUTER | dict(residual="attnres"),
     "attnres_block": dict(residual="attnres_block", attnres_size=3, n_layer=3),
-    "attnres_block, a router": MOD
-    | dict(residual="attnres_block", attnres_size=3, n_layer=3, mod_router="learned"),
+    "attnres_block, a router": ROUTER | dict(residual="attnres_block", attnres_size=3, n_layer=3),
+    "hc": dict(residual="hc"),
+    "hc, a router": ROUTER | dict(residual="hc"),
+    "mhc, 1 stream": dict(residual="mhc", hc_streams=1),
+    "mhc, 3 streams": dict(residual="mhc", hc_streams=3),
+    "ihc": dict(residual="ihc"),
+    "ihc, 1 stream": dict(residual="ihc", hc_streams=1),
+    "ihc, 2 streams": dict(residual="ihc", hc_streams=2),
+    "ihc, layer norm": dict(residual="ihc", norm="layer"),
+    "ihc, no norm": dict(residual="ihc", norm="none"),
+    "ihc, scaled": dict(residual="ihc", branch_scale="depth"),
+    "ihc, wider": dict(residual="ihc", n_embd=72),
+    "ihc, a router": ROUTER | dict(residual="ihc"),
+    "smhc, 2 streams": dict(residual="smhc", hc_streams=2),
+    "smhc, a router": ROUTER | dict(residual="smhc"),
 }
 
 
 @on_cpu
 @cases("kind", KINDS)
 def test_a_model_with_kernels_equals_the_plain_one(monkeypatch, kind):
-    model, idx = shaken(tiny(**KINDS[kind])).double(), some_ids(2, 16)
-    model.recompute = kind in ("nag", "attnres")
+    """38 tokens fill no block of tokens."""
+    model, idx = shaken(tiny(**KINDS[kind])).double(), some_ids(2, 19)
+    model.recompute = kind in ("nag", "attnres", "ihc")
     results = []
     for uses in (False, True):
         use_kernels(monkeypatch, uses)
@@ -251,3 +271,94 @@ def test_kernels_keep_the_dtypes_of_the_plain_lines(monkeypatch, residual, strea
     assert [y.dtype for y in results[0]] == [y.dtype for y in results[1]]
     for plain, ours in zip(*results):
         assert_close(ours, plain, rtol=0.02, atol=0.02)
+
+
+# ------------------------------------------------------------------------------------------------
+# Streams
+
+
+def worst_error(mode, width, stream, output, place="cpu", compiled=lambda function: function):
+    """Two sublayers against plain lines in float64: the largest error of an output or a gradient,
+    relative to the largest number of each. stream and output: dtypes"""
+    model = shaken(tiny(residual=mode, n_layer=1, n_embd=width, n_head=2))
+    block, g, found = model.blocks[0], torch.Generator().manual_seed(0), []
+    random = lambda *size: torch.randn(size, generator=g, dtype=torch.float64)
+    dtypes, sizes = (output, output, stream), ((), (), (4,))
+    given = [random(*size, 2, 19, width).to(dtype) for size, dtype in zip(sizes, dtypes)]
+    grads = []
+    for reference in (True, False):
+        where = [("cpu", torch.float64)] * 3 if reference else [(place, d) for d in dtypes]
+        leaves = [x.to(*to).requires_grad_() for x, to in zip(given, where)]
+        parts = copy.deepcopy([block.attn_residual, block.mlp_residual])
+        parts = [part.double() if reference else part.to(place) for part in parts]
+        start = model.ends.embed(leaves[2][0].detach())
+        streams_in = [*leaves[2]] if reference else leaves[2:]
+        assert start.x.shape == streams_in[0].shape
+        out = compiled(writes_and_reads(*parts, start))(*leaves[:2], *streams_in)
+        out = [*out[:2], torch.stack(out[2:6]), *out[6:]] if reference else out
+        grads = grads or [random(*x.shape) for x in out]
+        leaves += [p for part in parts for p in part.parameters()]
+        weights = [grad.to(x) for grad, x in zip(grads, out)]
+        how = dict(allow_unused=True, materialize_grads=True)
+        back = torch.autograd.grad(out, leaves, weights, **how)
+        found.append([x.detach().cpu().double() for x in (*out, *back)])
+    errors = [(b - a).abs().max() / a.abs().max().clamp(min=1e-3) for a, b in zip(*found)]
+    return max(errors).item()
+
+
+PRECISIONS = [  # of the stream and of what sublayers write; the largest error
+    (torch.float32, torch.float32, 1e-5),
+    (torch.float32, torch.bfloat16, 1e-2),
+    (torch.bfloat16, torch.bfloat16, 3e-2),
+]
+
+
+@on_cpu
+@cases("mode, precision", [("ihc", 0), ("hc", 1), ("ihc", 2), ("smhc", 2)])
+def test_streams_in_low_precision(mode, precision, monkeypatch):
+    monkeypatch.setattr(streams, "on_cuda", lambda x: x.dtype != torch.float64)
+    stream, output, close = PRECISIONS[precision]
+    assert worst_error(mode, 72, stream, output) < close
+
+
+def by_kernels(monkeypatch):
+    """Replace the functions of streams.py that the goldens hold."""
+    first = lambda X, *more: kernels.Exchange.apply(torch.stack([*X]), None, None, *more)
+
+    def mhc_maps(X, w, s, b, iters=20, eps=streams.EPS):
+        _, y, squares, *_ = first(X, w, None, None, None, kernels.NONE, eps, 0.0)
+        n, own = len(X), SimpleNamespace(n=len(X), n_maps=len(s), w=w, s=s, b=b)
+        pre, maps = streams.MHC.maps_of(own, y, squares)
+        post, M = maps[..., :n].split(1, -1), maps[..., n:].split(1, -1)
+        return pre.split(1, -1), post, [M[i : i + n] for i in range(0, len(M), n)] or None
+
+    def read(X, pre):
+        pre = torch.cat([*pre], -1)
+        X, _, _, own, rho, h = first(X, None, None, pre, None, kernels.GIVEN, 0.0, 0.0)
+        return kernels.Reading.apply(h, rho, pre, None, X, own)
+
+    def write(X, M, post, f):
+        maps = torch.cat([*post, *sum(map(list, M or ()), [])], -1)
+        return kernels.write(torch.stack([*X]), f, maps).unbind()
+
+    replaced = dict(mhc_maps=mhc_maps, read=read, write=write)
+    for name, function in replaced.items():
+        monkeypatch.setattr(streams, name, function)
+    use_kernels(monkeypatch, True)
+
+
+@on_cpu
+@cases("kind", ["mhc", "ihc", "smhc"])
+def test_streams_equal_the_golden(kind, monkeypatch):
+    by_kernels(monkeypatch)
+    if kind in ("mhc", "ihc"):
+        test_rivals.test_hyper_connections_equal_the_golden_with_gradients(kind)
+    else:
+        test_rivals.test_three_sublayers_equal_the_golden_with_gradients(kind)
+
+
+@on_cpu
+def test_streams_leave_plain_lines_when_there_are_many(monkeypatch):
+    use_kernels(monkeypatch, True)
+    model = tiny(residual="mhc", hc_streams=kernels.MOST_STREAMS + 1)
+    assert model.ends.embed(torch.zeros(1, 2, 32)).x.ndim == 3

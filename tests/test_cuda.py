@@ -8,8 +8,8 @@ import copy
 
 import pytest
 import torch
+from kernel_checks import PRECISIONS, worst_error
 from test_kernels import run_python
-from test_stream_kernels import PRECISIONS, worst_error
 
 import bench
 import bhyt

@@ -27,7 +27,7 @@ def run_python(*command, **env):
     return done.stdout
 
 
-@cases("which", ["of_nag", "of_attnres", "a_model or dtypes"])
+@cases("which", ["of_nag", "of_attnres", "a_model or dtypes", "streams"])
 def test_kernels_in_the_interpreter(which):
     options = ("-q", "-x", "-p", "no:cacheprovider", "-k", which)
     run_python("-m", "pytest", "tests/kernel_checks.py", *options, TRITON_INTERPRET="1")
@@ -94,10 +94,12 @@ def compile_read_kernels():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
 def test_kernels_compile_for_an_h100_without_graph_breaks(tmp_path):
-    argv = ["--modes=nag,attnres", f"--out={tmp_path / 'found'}"]
+    argv = ["--modes=nag,attnres,ihc", f"--out={tmp_path / 'found'}"]
     run_python("runs/h100.py", *argv)
-    for found in json.loads((tmp_path / "found").read_text())["modes"].values():
-        assert found["breaks"] == found["spill"] == 0 and found["kernels"] + 4 <= 16
+    found = json.loads((tmp_path / "found").read_text())["modes"]
+    assert all(each["breaks"] == each["spill"] == 0 for each in found.values())
+    assert found["nag"]["kernels"] + 4 <= 16 and found["attnres"]["kernels"] + 4 <= 16
+    assert len(found["ihc"]["ours"]) == 3
     path = f"import sys; sys.path[:0] = ['tests', '.']; import {Path(__file__).stem} as here; "
     told = run_python("-c", path + "here.compile_read_kernels()")
     spilled = [*map(int, re.findall(r"spilled (\d+)", told))]
