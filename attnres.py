@@ -203,7 +203,8 @@ class AttnRes(PreNorm):
         return weights_of(stream, self)
 
     def write(self, stream, f, gate=1.0):
-        f = f if not torch.is_tensor(gate) and gate == 1 else gate * f  # a copy would take a kernel
+        if torch.is_tensor(gate) or gate != 1:
+            f = gate * f  # times 1 would be a copy, which takes a kernel
         if not self.begins:
             return stream.replace(x=(stream.x + f).to(stream.x.dtype), lane=None)
         sources = sources_of(stream)

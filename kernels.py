@@ -621,9 +621,11 @@ def rotate_backward(r_ptr, f_ptr, a_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
                     EPS: tl.constexpr,
                     CENTRE: tl.constexpr, ORTHOGONAL: tl.constexpr,
                     ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Five passes: read r, f and the gradient of the new r, write those of r and f. As in
-    nag.Rotation.backward, and then Eq. 5 backwards. parts (2 C + 2, programs): sums of
-    the gradients of b, p, raw_beta and a over the tokens of a program.
+    """The gradients of nag.Rotation.backward, and then those of Eq. 5.
+
+    Five passes: it reads r, f and the gradient of the new r, and writes the gradients of r and f.
+    parts (2 C + 2, programs): the gradients of b, p, raw_beta and a, summed over the tokens of each
+    program.
     """
     WIDE: tl.constexpr = tl.float64 if r_ptr.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -809,9 +811,10 @@ def add_source(v, q, ran_ptr, score_ptr, top, total, acc, D: tl.constexpr, EPS: 
 def read_forward(vs, ran_ptr, q_ptr, q2_ptr, gain_ptr, o_ptr, lse_ptr,
                  y_ptr, o2_ptr, lse2_ptr, scores_ptr, N, D: tl.constexpr, BLOCK: tl.constexpr,
                  SHARED: tl.constexpr, EPS: tl.constexpr, NORM_EPS: tl.constexpr):  # fmt: skip
-    """Reads each source once, and o. Writes y = Norm(h), or h if there is no gain, and o2.
+    """Reads o and each source once. Writes o2 and y = Norm(h), or y = h if there is no gain.
 
-    scores (sources + 1 + SHARED, N): of the sources, the lse of all, those of the second sublayer
+    scores (sources + 1 + SHARED, N): one row for each source, one for their logsumexp, and one for
+    each source that the second sublayer shares.
     """
     WIDE: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
     M: tl.constexpr = len(vs)
@@ -844,7 +847,7 @@ def read_forward(vs, ran_ptr, q_ptr, q2_ptr, gain_ptr, o_ptr, lse_ptr,
 
 @triton.jit
 def of_source(v, q, of_sum, delta, inv, lse, score_ptr):
-    """What a reader adds to the gradients of v, of inv v and of q. of_sum is that of its sum."""
+    """What a reader adds to the gradients of v, inv v and q. of_sum: the gradient of its sum."""
     score = tl.load(score_ptr)
     p = tl.exp(score - lse)
     of_score = p * (tl.sum(of_sum * v, 0) - delta) * inv
@@ -856,10 +859,11 @@ def read_backward(vs, of_vs, q_ptr, q2_ptr, gain_ptr, o_ptr, lse_ptr, lse2_ptr, 
                   of_y_ptr, of_o2_ptr, of_lse2_ptr, of_o_ptr, of_lse_ptr, parts_ptr,
                   N, D: tl.constexpr, BLOCK: tl.constexpr,
                   SHARED: tl.constexpr, EPS: tl.constexpr, NORM_EPS: tl.constexpr):  # fmt: skip
-    """Reads each source, o, and the gradients of y and o2; writes those of each source and of o.
+    """Reads o, each source, and the gradients of y and o2. Writes the gradients of o and of each
+    source.
 
-    The second loop over the sources finds them in the cache. parts (2 or 3, programs, D): sums of
-    the gradients of q, the gain and q2 over the tokens of a program.
+    The second loop over the sources finds them in the cache. parts (2 or 3, programs, D): the
+    gradients of q, the gain and q2, summed over the tokens of each program.
     """
     WIDE: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
     M: tl.constexpr = len(vs)

@@ -347,7 +347,7 @@ class Connections(Streams):
         n = self.n
         if stacked(stream):
             maps = stream.lane
-            if not isinstance(gate, float) or gate != 1:
+            if torch.is_tensor(gate) or gate != 1:
                 maps = torch.cat([gate * maps[..., :n], maps[..., n:]], -1)
             return stream.replace(lane=None, sources=(f, maps))
         maps = stream.lane.split(1, -1)

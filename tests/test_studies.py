@@ -1,5 +1,6 @@
 """The studies in runs/: what is trained, what is not trained again, and the verdicts."""
 
+import gzip
 import json
 import math
 import re
@@ -88,7 +89,7 @@ def test_the_study_of_the_guide_runs(place, monkeypatch, capsys):
     assert last.startswith("-78.2222 ± ")
 
 
-@cases("name", ["judge.py", "lead.py", "tables.py"])
+@cases("name", ["judge.py", "lead.py", "tables.py", "english.py"])
 def test_a_study_explains_itself_without_scipy_but_does_not_start(place, monkeypatch, capsys, name):
     monkeypatch.setitem(sys.modules, "scipy", None)
     monkeypatch.setattr(sys, "argv", [name, "--help"])
@@ -997,3 +998,44 @@ def test_sentences_written_by_hand_agree_with_the_results():
         gaps = differences(lines[mode, steps], lines["prenorm", steps])
         assert max(gaps) < 0  # "lower than pre-norm with every seed"
     assert sum(line["loss"] > 1.2 for line in lines["nag", 1000]) == 2  # "bad for two"
+
+
+def test_english_keeps_each_paragraph_of_prose_once(tmp_path, monkeypatch, capsys):
+    a, b, c, d = (
+        f"The {word} line of the page, which is for a reader."
+        for word in "one two three four".split()
+    )
+    files = {
+        "doc/a/copyright": "Files: *\nLicense: MIT\n",
+        "doc/a/index.html": f"<p>{a}</p><pre>{b}</pre>int x = 1;",
+        "doc/a/main.c": b,
+        "doc/a/README": f"{a}\n\n{b}\n\nint x = 1;",
+        "doc/b/copyright": "See /usr/share/common-licenses/GPL-2.",
+        "doc/b/changelog": d,
+        "man/man1/b.1.gz": f".SH NAME\nb\n.PP\n{c}\n.B it and the \\fIend\\fP\n.nf\nint x = 1;",
+        "doc/c/copyright": "All rights reserved.",
+        "doc/c/README": d,
+    }
+    for name, text in files.items():
+        path, raw = tmp_path / name, text.encode()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+        package = "b" if name.startswith("man") else name[4]
+        with open(tmp_path / f"{package}.list", "a") as file:
+            file.write(f"{path}\n")
+    main = runpy.run_path(f"{HERE}/runs/english.py")["main"]
+    own = main.__globals__
+    here = {"OUT": tmp_path, "DPKG": tmp_path, "LEAST": 1}
+    for place in ("PLACES", "COPYRIGHT"):
+        here[place] = own[place].replace("/usr/share", str(tmp_path))
+    own.update(here)
+    monkeypatch.setattr(sys, "argv", ["english.py"])
+    main()
+    lines = (tmp_path / "english.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in lines] == [a, b, f"{c} it and the end"]
+    report = json.loads((tmp_path / "english.licences.json").read_text())
+    assert {name: each["licences"] for name, each in report.items()} == {
+        "a": ["MIT"],
+        "b": ["GPL-2"],
+    }
+    assert "of 2 packages" in capsys.readouterr().out
