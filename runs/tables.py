@@ -118,15 +118,21 @@ def judged_lines(optimizer, mode):
 def modes(optimizer):
     """The judge's table with verdicts after Holm's correction. The baseline is first, also with
     half and twice its learning rate.
+
+    At equal time the least certain of the intervals at the three ratios is corrected.
     """
     found = compared(optimizer)
-    decidable = [each for each in found if each["steps"]]
-    corrected = stats.holm({each["mode"]: (each["steps"], each["n"]) for each in decidable})
-    head = ["mode", "seeds", *judge.HEAD[2:5], "after Holm", *judge.HEAD[5:]]
+    least_certain = lambda gaps: min(gaps, key=lambda gap: abs(gap[0]) / gap[1])
+    of_steps = {each["mode"]: (each["steps"], each["n"]) for each in found if each["steps"]}
+    of_time = {each["mode"]: (least_certain(each["times"]), each["n"])
+               for each in found if each["times"]}  # fmt: skip
+    at_steps, at_time = stats.holm(of_steps), stats.holm(of_time)
+    head = ["mode", "seeds", *judge.HEAD[2:5], "after Holm", *judge.HEAD[5:-1]]
+    head += ["after Holm, time", judge.HEAD[-1]]
 
     choice, lines = judged(optimizer)[0][BASELINE]
     name, _, *rest = judge.cells_of_baseline(choice, lines)
-    rows = [[name, len(lines[1.0]), *rest[:3], "", *rest[3:]]]
+    rows = [[name, len(lines[1.0]), *rest[:3], "", *rest[3:-1], "", rest[-1]]]
     for name in ("half", "twice"):
         theirs = lines[name]
         cells = f"{BASELINE} at {name} its rate", len(theirs), f"{mean(losses_of(theirs)):.4f}"
@@ -134,7 +140,8 @@ def modes(optimizer):
         rows.append([*cells, *decided([gap]), *[""] * (len(head) - 5)])
     for each in found:
         name, _, *rest = judge.cells(each)
-        rows.append([name, each["n"], *rest[:3], corrected.get(name, ""), *rest[3:]])
+        row = [name, each["n"], *rest[:3], at_steps.get(name, ""), *rest[3:-1]]
+        rows.append([*row, at_time.get(name, ""), rest[-1]])
     return head, rows
 
 
