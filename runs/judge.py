@@ -11,7 +11,8 @@ The verdict on a residual mode: is it better than pre-norm, by how much, and how
    edge. Then tune the initialisation of the output projections, gate_lr and embed_lr. Last, tune
    the learning rate again at full length, because the best one depends on the length: first with
    seed 0, then among this rate, half and twice of it, by the mean loss of three seeds, and again
-   around the best of these if it is another one.
+   around the best of these if it is another one. Last, compare all these settings with the
+   defaults at the same learning rate, at full length, by the mean of three seeds.
 2. Train both with new seeds for all steps. Evaluate on the other half of the validation split.
 3. Differences are paired by seed, with 95% t-intervals. If an interval contains 0, the verdict is
    "undecided". The intervals leave out the noise of the tuning. A verdict is "fragile" if it would
@@ -147,7 +148,10 @@ def tune(scale, mode, lines_of):
     """Tune one setting at a time. Returns {setting: best value}.
 
     First the learning rate, then the initialisation of the output projections, then gate_lr (lower
-    and higher) and embed_lr (lower), as long as each step helps. Last, the learning rate again.
+    and higher) and embed_lr (lower), as long as each step helps. Then the learning rate again, at
+    full length. What one seed chose at a quarter of the length may be worse at full length: last,
+    the defaults of all but the learning rate win if three seeds have a lower mean with them.
+    Recorded runs without these keep the tuned settings.
     """
     pick_best = partial(best, scale, mode, lines_of=lines_of)
     usual = (study.DEFAULTS | scale)["learning_rate"]
@@ -161,7 +165,13 @@ def tune(scale, mode, lines_of):
                 before, chosen = chosen, pick_best([chosen, chosen | {setting: usual * factor}])
                 if chosen == before:
                     break
-    return rate_of_three(scale, mode, chosen, lines_of, around=(1 / 4, 1 / 2, 1))
+    tuned = rate_of_three(scale, mode, chosen, lines_of, around=(1 / 4, 1 / 2, 1))
+    plain = {"learning_rate": tuned["learning_rate"]}
+    if tuned != plain:
+        with suppress(study.NotFinished):
+            if best(scale, mode, [tuned, plain], lines_of, 1.0, TUNING) == plain:
+                return rate_of_three(scale, mode, plain, lines_of)
+    return tuned
 
 
 def rate_of_three(scale, mode, choice, lines_of, around=AROUND):

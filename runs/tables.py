@@ -122,9 +122,9 @@ def modes(optimizer):
     At equal time the least certain of the intervals at the three ratios is corrected.
     """
     found = compared(optimizer)
-    least_certain = lambda gaps: min(gaps, key=lambda gap: abs(gap[0]) / gap[1])
+    least_certain = lambda gaps, n: max(gaps, key=lambda gap: stats.p_value(gap, n))
     of_steps = {each["mode"]: (each["steps"], each["n"]) for each in found if each["steps"]}
-    of_time = {each["mode"]: (least_certain(each["times"]), each["n"])
+    of_time = {each["mode"]: (least_certain(each["times"], each["n"]), each["n"])
                for each in found if each["times"]}  # fmt: skip
     at_steps, at_time = stats.holm(of_steps), stats.holm(of_time)
     head = ["mode", "seeds", *judge.HEAD[2:5], "after Holm", *judge.HEAD[5:-1]]

@@ -500,6 +500,29 @@ def test_a_verdict_that_the_time_ratio_changes_says_so():
     assert judge.cells(found | {"times": times[1:2] * 3})[8] == "worse"
 
 
+@cases("loss, seeds", [(0.02, judge.TUNING), (-0.02, judge.TUNING), (0.02, judge.TUNING[:2])])
+def test_defaults_win_at_full_length_if_three_seeds_say_so(loss, seeds):
+    """loss: what "zero", the best start of short runs, adds at full length. seeds: with results"""
+    scale = study.parse([judge.SCALE])
+
+    def lines_of(runs, look=()):
+        if any(
+            run["max_iters"] == 4000 and run["seed"] not in seeds and run["seed"] for run in runs
+        ):
+            raise study.NotFinished
+        losses = []
+        for run in runs:
+            zero = loss if run["max_iters"] == 4000 else -0.02
+            rate = math.log2(run.get("learning_rate", 0.008) / 0.008) ** 2
+            losses.append(1 + 0.1 * rate + zero * (run.get("init_out") == "zero"))
+        return [{"loss": each} for each in losses]
+
+    found = judge.tune(scale, "prenorm", lines_of)
+    assert found == {"learning_rate": 0.008} | (
+        {} if loss > 0 and len(seeds) == 3 else {"init_out": "zero"}
+    )
+
+
 def test_the_judge_tunes_the_rate_of_routers():
     assert not judge.has_gates(**judge.shape_of(study.parse([judge.SCALE]), "prenorm"))
     routed = study.parse([judge.SCALE, "--mod_on=mlp", "--mod_rate=0.2", "--mod_router=learned"])
