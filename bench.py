@@ -268,18 +268,25 @@ def residual(base, copy, matmul):
     return compare("residual alone, one block", runs, rounds, note)
 
 
-def writes_and_reads(attention, mlp, start):
-    """A function of two outputs and the streams: write, read, write, read. start: a Stream
+def tensors_of(stream):
+    """x, the other sources, and the lane if there is one."""
+    others = [x for x in stream.sources if x is not stream.x]
+    return [stream.x, *others, *([] if stream.lane is None else [stream.lane])]
 
-    It starts with a write, because a read can return its input, and that input's gradients would be
-    added outside the compiled graph. The read before it only gives the stream what the write needs.
-    What the last read gives to its write is an output, too: without it, its gradients would be
-    zeros. If that read returns the stream itself, the two outputs share one gradient, which saves
-    one pass of about twenty.
+
+def writes_and_reads(attention, mlp, start):
+    """A function of two outputs of sublayers and of tensors_of(start): write, read, write, read.
+
+    start: a Stream that mlp.read has returned. A write comes first, because a read can return its
+    input, and that input's gradients would be added outside the compiled graph. What the last read
+    gives to its write is an output, too: without it, its gradients would be zeros. If that read
+    returns the stream itself, the two outputs share one gradient, which saves one pass of about
+    twenty.
     """
 
-    def both(f1, f2, x, *streams):
-        _, stream = mlp.read(start.replace(x=x, sources=streams or start.sources))
+    def both(f1, f2, x, *others):
+        *streams, lane = others if start.lane is not None else (*others, None)
+        stream = start.replace(x=x, lane=lane, sources=tuple(streams) or start.sources)
         h1, stream = attention.read(mlp.write(stream, f1))
         h2, stream = mlp.read(attention.write(stream, f2))
         outputs = [h1, h2] if h2 is stream.x else [h1, h2, stream.x]
@@ -296,9 +303,10 @@ def two_sublayers(config, shape, device, stream_dtype):
     attention, mlp = last.attn_residual, last.mlp_residual
     random = lambda *shape: torch.randn(shape, device=device).to(getattr(torch, stream_dtype))
     at = torch.arange(shape[1], device=device)[:, None]
-    start = model.ends.embed(random(*shape)).replace(at=at)
-    streams = [start.x, *[x for x in start.sources if x is not start.x]]
-    given = [random(*size).requires_grad_() for size in (shape, shape, *[x.shape for x in streams])]
+    with torch.no_grad(), machine.autocast(device, dtype):
+        _, start = mlp.read(model.ends.embed(random(*shape)).replace(at=at))
+    given = [random(*shape), random(*shape), *tensors_of(start)]
+    given = [x.clone().requires_grad_() for x in given]
     inputs = [*given, *attention.parameters(), *mlp.parameters()]
 
     both = writes_and_reads(attention, mlp, start)

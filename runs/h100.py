@@ -173,7 +173,7 @@ def stand_in():
 
 
 def read_and_write(config):
-    """Two sublayers of a mode without attention and MLP: three reads and two writes."""
+    """Two sublayers of a mode without attention and MLP: two writes and two reads."""
     bench.two_sublayers(config, SHAPE, "cuda:0", stream)()
 
 

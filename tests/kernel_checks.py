@@ -283,18 +283,22 @@ def worst_error(mode, width, stream, output, place="cpu", compiled=lambda functi
     model = shaken(tiny(residual=mode, n_layer=1, n_embd=width, n_head=2))
     block, g, found = model.blocks[0], torch.Generator().manual_seed(0), []
     random = lambda *size: torch.randn(size, generator=g, dtype=torch.float64)
-    dtypes, sizes = (output, output, stream), ((), (), (4,))
+    dtypes, sizes = [output, output, stream, torch.float32], ((), (), (4,))
     given = [random(*size, 2, 19, width).to(dtype) for size, dtype in zip(sizes, dtypes)]
+    first, *others = given[2].double()
+    start = copy.deepcopy(model).double().ends.embed(first).replace(sources=tuple(others))
+    _, start = copy.deepcopy(block.mlp_residual).double().read(start)
+    given.append(start.lane.detach().float())
     grads = []
     for reference in (True, False):
-        where = [("cpu", torch.float64)] * 3 if reference else [(place, d) for d in dtypes]
+        where = [("cpu", torch.float64) if reference else (place, dtype) for dtype in dtypes]
         leaves = [x.to(*to).requires_grad_() for x, to in zip(given, where)]
         parts = copy.deepcopy([block.attn_residual, block.mlp_residual])
         parts = [part.double() if reference else part.to(place) for part in parts]
-        start = model.ends.embed(leaves[2][0].detach())
-        streams_in = [*leaves[2]] if reference else leaves[2:]
+        start = model.ends.embed(leaves[2][0].detach()).replace(lane=leaves[3])
+        streams_in = [*leaves[2]] if reference else leaves[2:3]
         assert start.x.shape == streams_in[0].shape
-        out = compiled(writes_and_reads(*parts, start))(*leaves[:2], *streams_in)
+        out = compiled(writes_and_reads(*parts, start))(*leaves[:2], *streams_in, leaves[3])
         out = [*out[:2], torch.stack(out[2:6]), *out[6:]] if reference else out
         grads = grads or [random(*x.shape) for x in out]
         leaves += [p for part in parts for p in part.parameters()]
