@@ -175,9 +175,12 @@ def test_routers_and_experts_do_not_count_padding():
     assert all(int(layer.load.sum()) == 0 for layer in moe.layers(model))
 
 
+OF_EACH_KIND = "prenorm keel x0mix bhyt ngpt hc smhc gated wide attnres_block".split()
+
+
 @cases("model", [
     dict(residual="nag"), *(pytest.param(model, marks=pytest.mark.slow) for model in [
-        *(dict(residual=residual) for residual in RESIDUALS if residual != "nag"),
+        *(dict(residual=residual) for residual in OF_EACH_KIND),
         dict(residual="nag", mod_on="both", mod_rate=0.3), dict(residual="lns", moe_experts=4),
         dict(residual="bhyt", mod_on="mlp", mod_rate=0.3, mod_router="learned", moe_experts=4),
     ])])  # fmt: skip
