@@ -38,6 +38,7 @@ from test_all import (
     cases,
     evaluated,
     log_of,
+    of_two_streams,
     on_forward,
     refuses,
     slow,
@@ -251,7 +252,7 @@ def steps_on_another_device(modes):
         routed = dict(mod_on="both", mod_rate=0.4, mod_router=router)
         for more in (EXTRAS | {"moe_experts": 4, "tied": False, "bias": True}, routed):
             try:
-                model = GPT(GPTConfig(**{**TINY, "residual": mode, **more}))
+                model = GPT(GPTConfig(**TINY | of_two_streams(mode) | more))
             except ValueError as error:
                 assert "does not use" in str(error)
                 continue
