@@ -621,7 +621,7 @@ def rotate_backward(r_ptr, f_ptr, a_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
                     EPS: tl.constexpr,
                     CENTRE: tl.constexpr, ORTHOGONAL: tl.constexpr,
                     ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The gradients of nag.Rotation.backward, and then those of Eq. 5.
+    """Computes the same as nag.Rotation.backward, then the gradients of Eq. 5.
 
     Five passes: it reads r, f and the gradient of the new r, and writes the gradients of r and f.
     parts (2 C + 2, programs): the gradients of b, p, raw_beta and a, summed over the tokens of each

@@ -103,9 +103,7 @@ def main():
         raise SystemExit(f"{DPKG} does not exist: this needs a Debian system")
     OUT.mkdir(exist_ok=True)
     seen, report = set(), {}
-    packages = sorted(
-        {path.name.removesuffix(".list").split(":")[0] for path in DPKG.glob("*.list")}
-    )
+    packages = sorted({path.stem.split(":")[0] for path in DPKG.glob("*.list")})
     with open(OUT / "english.jsonl", "w") as file:
         for package in packages:
             named, characters = licences(package), 0

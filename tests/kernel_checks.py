@@ -250,7 +250,7 @@ def test_a_model_with_kernels_equals_the_plain_one(monkeypatch, kind):
     for uses in (False, True):
         use_kernels(monkeypatch, uses)
         results.append(logits_and_gradients(model, idx, idx.roll(-1, 1)))
-    assert_close(*results, rtol=1e-7, atol=1e-9)
+    assert_close(*results, rtol=1e-8, atol=1e-10)
 
 
 @on_cpu

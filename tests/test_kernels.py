@@ -30,7 +30,8 @@ def run_python(*command, **env):
 @cases("which", ["of_nag", "of_attnres", "a_model or dtypes", "streams"])
 def test_kernels_in_the_interpreter(which):
     options = ("-q", "-x", "-p", "no:cacheprovider", "-k", which)
-    run_python("-m", "pytest", "tests/kernel_checks.py", *options, TRITON_INTERPRET="1")
+    told = run_python("-m", "pytest", "tests/kernel_checks.py", *options, TRITON_INTERPRET="1")
+    assert "skipped" not in told
 
 
 # ------------------------------------------------------------------------------------------------
@@ -94,13 +95,20 @@ def compile_read_kernels():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
 def test_kernels_compile_for_an_h100_without_graph_breaks(tmp_path):
-    argv = ["--modes=nag,attnres,ihc", f"--out={tmp_path / 'found'}"]
+    argv = ["--modes=nag,attnres", f"--out={tmp_path / 'found'}"]
     run_python("runs/h100.py", *argv)
-    found = json.loads((tmp_path / "found").read_text())["modes"]
-    assert all(each["breaks"] == each["spill"] == 0 for each in found.values())
-    assert found["nag"]["kernels"] + 4 <= 16 and found["attnres"]["kernels"] + 4 <= 16
-    assert len(found["ihc"]["ours"]) == 3
+    for found in json.loads((tmp_path / "found").read_text())["modes"].values():
+        assert found["breaks"] == found["spill"] == 0 and found["kernels"] + 4 <= 16
     path = f"import sys; sys.path[:0] = ['tests', '.']; import {Path(__file__).stem} as here; "
     told = run_python("-c", path + "here.compile_read_kernels()")
     spilled = [*map(int, re.findall(r"spilled (\d+)", told))]
     assert len(spilled) == 2 * len(MANY) and max(spilled) <= 16  # of 9 sources, backward: 16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
+def test_a_block_with_kernels_compiles_for_an_h100(tmp_path):
+    """Without a graph break, and without registers in memory."""
+    argv = ["--modes=ihc", "--what=step", "--parts=dense", f"--out={tmp_path / 'found'}"]
+    run_python("runs/h100.py", *argv)
+    (found,) = json.loads((tmp_path / "found").read_text())["modes"].values()
+    assert found["breaks"] == found["spill"] == 0 and len(found["ours"]) == 3

@@ -351,9 +351,9 @@ def test_a_shallower_model_keeps_the_groups_of_attention_residuals():
     assert bench.with_blocks(replace(deep, residual="attnres"), 2).attnres_size is None
 
 
-@cases("mode, n", [("prenorm", 1), ("x0mix", 1), ("nag", 2), ("hc", 5)])
-def test_bench_gives_each_stream_a_tensor_of_its_own(mode, n, monkeypatch):
-    """n: streams and a lane. The source of x0mix, its embedding, is not the stream."""
+@cases("mode, n, lanes", [("prenorm", 1, 0), ("x0mix", 1, 0), ("nag", 1, 1), ("hc", 4, 1)])
+def test_bench_gives_each_stream_a_tensor_of_its_own(mode, n, lanes, monkeypatch):
+    """The embedding of x0mix, its source, is another tensor than the stream."""
     seen = []
     monkeypatch.setattr(torch, "compile", lambda run, **how: lambda *x: seen.append(x) or run(*x))
     monkeypatch.setattr(bench, "writes_and_reads", lambda attention, mlp, start: (
@@ -362,8 +362,9 @@ def test_bench_gives_each_stream_a_tensor_of_its_own(mode, n, monkeypatch):
     config = GPTConfig(**TINY | {"residual": mode})
     bench.two_sublayers(config, (2, 32, 32), "cpu", "bfloat16")()
     given, read = seen[0], seen[1]
-    assert len(given) == 2 + n and given[2].dtype == torch.bfloat16
-    assert len({x.data_ptr() for x in (*given, *read)}) == 2 + n + (mode == "x0mix")
+    assert len(given) == 2 + n + lanes
+    assert all(x.dtype == torch.bfloat16 for x in given[: 2 + n])
+    assert len({x.data_ptr() for x in (*given, *read)}) == 2 + n + lanes + (mode == "x0mix")
 
 
 def tiny_size(tmp_path, *argv, **changes):

@@ -878,8 +878,9 @@ def test_a_design_without_results_changes_only_the_number_of_designs(toy_mode):
 def test_readme_quotes_the_races_with_others_as_measured():
     speed, readme = study.ROOT / "results" / "speed", " ".join(pages()["README.md"].split())
     for name, file in (("nanoGPT", "nanogpt_loss_8x128.txt"), ("nanochat", "nanochat_8x128.txt")):
-        ends = rf"{name}'s.*? ended at (\S+) after (\d+) s,.*? ours? .*?at (\S+) after (\d+) s"
-        quoted = re.search(ends, readme.replace("our default", "ours")).groups()
+        end = r"at (\S+) after (\d+) s\b"
+        ends = rf"{name}'s.*? ended {end}.*? (?:our default|ours then) {end}"
+        quoted = re.search(ends, readme).groups()
         race = (speed / file).read_text()
         end = r"^{}: (\S+) after \d+ steps, (\d+) s$"
         theirs = min(re.findall(end.format(rf"{name.lower()} at \S+"), race, re.M))
