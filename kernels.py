@@ -38,14 +38,15 @@ if not (torch.cuda.is_available() or interpreted):
 # ------------------------------------------------------------------------------------------------
 # Streams: X (n, N, C) for N tokens, in the modes hc, mhc, ihc and smhc of streams.py.
 #
-# A pass is one read or write of a tensor (N, C). With M = I (ihc), and in brackets with any M:
+# Passes, each one read or write of a tensor (N, C):
 #
 #     exchange            write of one sublayer, read of the next: X n, f 1; new X n, h 1
 #     reading             gradients of h_pre and of the norm: new X n, that of h 1
-#     exchange backward   new X n, gradients of new X n and of h 1, f 1 [, X n]; of X n, of f 1
+#     exchange backward   X n, f 1, gradients of new X n and of h 1; of X n, of f 1. It writes new X
+#                         again, into registers
 #     sinkhorn            n^2 numbers a token; its backward keeps 39 n more while it runs
 #
-# That is 30 passes a sublayer if n = 4 [34]. Partial sums of gradients take less than one.
+# That is 30 passes a sublayer if n = 4. Partial sums of gradients take less than one.
 # exchange reads new X again for h, if h needs sums over all of it, and h once more for its norm:
 # this counts as nothing, because a program has just written them and there are few of its tokens.
 # The maps in between, a few numbers a token, are plain lines of streams.py.
@@ -90,6 +91,27 @@ def weighted(weights, xs, n: tl.constexpr):
 
 
 @triton.jit
+def written(X, F, Lane, rows, live, at, size, mask, n: tl.constexpr, mixes: tl.constexpr):
+    """A tile of f, h_post, and a tile of each stream after the write, rounded as it is stored"""
+    entries: tl.constexpr = n + n * n if mixes else n
+    f, post, new = up(tl.load(F + at, mask, 0.0)), numbers(Lane, rows, entries, live, 0, n), ()
+    for k in tl.static_range(n):
+        new = new + (post[k] * f,)
+    for j in tl.static_range(n):
+        x, before, new = up(tl.load(X + j * size + at, mask, 0.0)), new, ()
+        M = numbers(Lane, rows, entries, live, n + j * n, n if mixes else 0)
+        for k in tl.static_range(n):
+            if mixes:
+                new = new + (before[k] + M[k] * x,)
+            else:
+                new = new + (before[k] + x if j == k else before[k],)
+    rounded = ()
+    for k in tl.static_range(n):
+        rounded = rounded + (up(new[k].to(X.dtype.element_ty)),)
+    return f, post, rounded
+
+
+@triton.jit
 def zeros(like, count: tl.constexpr):
     found = ()
     for _ in tl.static_range(count):
@@ -109,13 +131,18 @@ def product(x, w, total, half: tl.constexpr):
 
 
 @triton.jit
+def rough_product(x, w, total):
+    """total + x w, with inputs rounded to TF32, as PyTorch's products of float32 here"""
+    return tl.dot(x, w, total, input_precision="tf32", out_dtype=total.dtype)
+
+
+@triton.jit
 def exchange_kernel(
     X, F, Lane, W, S, Given, Gain, Out, Y, Squares, Pre, Rho, H, N,
     eps: tl.constexpr, norm_eps: tl.constexpr, C: tl.constexpr, n: tl.constexpr, R: tl.constexpr,
     RP: tl.constexpr, writes: tl.constexpr, mixes: tl.constexpr, source: tl.constexpr,
     normed: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    entries: tl.constexpr = n + n * n if mixes else n
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     live, rows = rows < N, rows.to(tl.int64)
     size, row = N.to(tl.int64) * C, tl.arange(0, RP)
@@ -128,21 +155,12 @@ def exchange_kernel(
     for c in range(0, C, BC):
         columns = c + tl.arange(0, BC)
         at, mask = place(rows, live, columns, C)
-        xs = tiles(X, at, size, mask, n)
         if writes:
-            f, new = up(tl.load(F + at, mask, 0.0)), ()
-            post = numbers(Lane, rows, entries, live, 0, n)
-            M = numbers(Lane, rows, entries, live, n, entries - n)
+            _, _, xs = written(X, F, Lane, rows, live, at, size, mask, n, mixes)
             for k in tl.static_range(n):
-                x = xs[k]
-                if mixes:
-                    x = M[k] * xs[0]
-                    for j in tl.static_range(1, n):
-                        x += M[j * n + k] * xs[j]
-                x = (x + post[k] * f).to(Out.dtype.element_ty)
-                tl.store(Out + k * size + at, x, mask)
-                new = new + (up(x),)
-            xs = new
+                tl.store(Out + k * size + at, xs[k].to(Out.dtype.element_ty), mask)
+        else:
+            xs = tiles(X, at, size, mask, n)
         if R > 0:
             summed = ()
             for i in tl.static_range(n):
@@ -239,7 +257,7 @@ def reading_kernel(
 
 @triton.jit
 def exchange_backward_kernel(
-    X, New, F, Lane, W, Gain, Pre, Rho, Q, Grad_new, Grad_h, Grad_y, Grad_squares,
+    X, F, Lane, W, Gain, Pre, Rho, Q, Grad_new, Grad_h, Grad_y, Grad_squares,
     Grad_x, Grad_f, Grad_lane, Grad_w, N, chunk, C: tl.constexpr, n: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, writes: tl.constexpr, mixes: tl.constexpr,
     reads: tl.constexpr, normed: tl.constexpr, passed: tl.constexpr, BT: tl.constexpr,
@@ -262,7 +280,10 @@ def exchange_backward_kernel(
         rows = start + tl.arange(0, BT)
         live, rows = rows < N, rows.to(tl.int64)
         at, mask = place(rows, live, columns, C)
-        new = tiles(New, at, size, mask, n)
+        if writes:
+            f, post, new = written(X, F, Lane, rows, live, at, size, mask, n, mixes)
+        else:
+            new = tiles(X, at, size, mask, n)
         if reads:
             pre, u = numbers(Pre, rows, n, live, 0, n), up(tl.load(Grad_h + at, mask, 0.0))
             if normed:
@@ -281,13 +302,12 @@ def exchange_backward_kernel(
                 grad += pre[i] * u
             if R > 0:
                 grad += 2 * twice[i] * new[i]
-                grad = product(grad_y, ws[i], grad, False)
-                summed = summed + (product(tl.trans(grad_y), new[i], sums[i], False),)
+                grad = rough_product(grad_y, ws[i], grad)
+                summed = summed + (rough_product(tl.trans(grad_y), new[i], sums[i]),)
             grads = grads + (grad,)
         if R > 0:
             sums = summed
         if writes:
-            f, post = up(tl.load(F + at, mask, 0.0)), numbers(Lane, rows, entries, live, 0, n)
             tl.store(Grad_f + at, weighted(post, grads, n).to(Grad_f.dtype.element_ty), mask)
             lane = Grad_lane + (tl.program_id(0) * N + rows) * entries
             for k in tl.static_range(n):
@@ -295,7 +315,7 @@ def exchange_backward_kernel(
             if mixes:
                 mixed = ()
                 for j in tl.static_range(n):
-                    x = up(tl.load(X + j * size + at, mask, 0.0))
+                    x = up(tl.load(X + j * size + at, mask, 0.0))  # again: registers are few
                     M = numbers(Lane, rows, entries, live, n + j * n, n)
                     for k in tl.static_range(n):
                         tl.store(lane + n + j * n + k, tl.sum(x * grads[k], 1), live)
@@ -361,6 +381,10 @@ def power_above(count, least=16):
     return max(least, triton.next_power_of_2(count))
 
 
+def has_M(lane, n):
+    return lane is not None and lane.size(-1) > n  # else M = I
+
+
 @triton_op("residual::exchange", mutates_args={})
 def exchange_op(
     X: Tensor, f: Tensor | None, lane: Tensor | None, w: Tensor | None, s: Tensor | None,
@@ -368,7 +392,6 @@ def exchange_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, *shape, C = X.shape
     N, R = X[0].numel() // C, 0 if w is None else w.size(0)
-    mixes = lane is not None and lane.size(-1) > n  # else M = I
     dtype = torch.promote_types(X.dtype, torch.float32)
     # other sizes need more registers than there are
     BT, num_warps = (32, 8) if R <= 16 else (16, 4)
@@ -379,7 +402,7 @@ def exchange_op(
     h = X.new_empty((*shape, C) if source else 0)
     wrap_triton(exchange_kernel)[(triton.cdiv(N, BT),)](
         X, f, lane, w, s, given, gain, new, y, squares, pre, rho, h, N, eps, norm_eps, C, n, R,
-        power_above(R), f is not None, mixes, source, gain is not None, BT,
+        power_above(R), f is not None, has_M(lane, n), source, gain is not None, BT,
         min(32, power_above(C)), num_warps=num_warps,
     )  # fmt: skip
     return new, y, squares, pre, rho, h
@@ -387,24 +410,25 @@ def exchange_op(
 
 @triton_op("residual::exchange_backward", mutates_args={})
 def exchange_backward_op(
-    X: Tensor | None, new: Tensor, f: Tensor | None, lane: Tensor | None, w: Tensor | None,
+    X: Tensor, f: Tensor | None, lane: Tensor | None, w: Tensor | None,
     gain: Tensor | None, pre: Tensor, rho: Tensor, q: Tensor | None, grad_new: Tensor | None,
     grad_h: Tensor | None, grad_y: Tensor | None, grad_squares: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    n, *shape, C = new.shape
-    N, R = new[0].numel() // C, 0 if grad_y is None else w.size(0)
+    n, *shape, C = X.shape
+    N, R = X[0].numel() // C, 0 if grad_y is None else w.size(0)
     BC, chunk = min(64, power_above(C)), 512
-    dtype = torch.promote_types(new.dtype, torch.float32)
-    grad_x = torch.empty_like(new)
-    grad_f = new.new_empty(0) if f is None else torch.empty_like(f)
+    dtype = torch.promote_types(X.dtype, torch.float32)
+    grad_x = torch.empty_like(X)
+    grad_f = X.new_empty(0) if f is None else torch.empty_like(f)
     entries = 0 if lane is None else lane.size(-1)
-    grad_lane = new.new_empty((triton.cdiv(C, BC), *shape, entries) if entries else 0, dtype=dtype)
-    grad_w = new.new_empty((triton.cdiv(N, chunk), R, n * C) if R else 0, dtype=dtype)
+    grad_lane = X.new_empty((triton.cdiv(C, BC), *shape, entries) if entries else 0, dtype=dtype)
+    grad_w = X.new_empty((triton.cdiv(N, chunk), R, n * C) if R else 0, dtype=dtype)
     wrap_triton(exchange_backward_kernel)[(triton.cdiv(C, BC), triton.cdiv(N, chunk))](
-        X, new, f, lane, w, gain, pre, rho, q, grad_new, grad_h, grad_y,
-        grad_squares, grad_x, grad_f, grad_lane, grad_w, N, chunk, C, n, R,
-        power_above(R), f is not None, X is not None, grad_h is not None,
+        X, f, lane, w, gain, pre, rho, q, grad_new, grad_h, grad_y, grad_squares,
+        grad_x, grad_f, grad_lane, grad_w, N, chunk, C, n, R,
+        power_above(R), f is not None, has_M(lane, n), grad_h is not None,
         grad_h is not None and gain is not None, grad_new is not None, 16, BC, num_warps=8,
+        num_stages=1,  # more would load ahead, for which there are no registers
     )  # fmt: skip
     return grad_x, grad_f, grad_lane, grad_w
 
@@ -436,21 +460,20 @@ class Exchange(torch.autograd.Function):
         new, *found = exchange_op(X, f, lane, w, s, given, gain, source, eps, norm_eps)
         new = X.view_as(X) if f is None else new
         y, squares, pre, rho, h = found
-        mixes = lane is not None and lane.size(-1) > len(X)
-        ctx.save_for_backward(X if mixes else None, new, f, lane, w, gain, pre, rho)
+        ctx.save_for_backward(X, f, lane, w, gain, pre, rho)
         ctx.mark_non_differentiable(pre)
         ctx.set_materialize_grads(False)
         return new, *found
 
     @staticmethod
     def backward(ctx, grad_new, grad_y, grad_squares, _, q, grad_h):
-        X, new, f, lane, w, gain, pre, rho = ctx.saved_tensors
+        X, f, lane, w, gain, pre, rho = ctx.saved_tensors
         if w is None:
             grad_y = grad_squares = None
         if not pre.numel():
             grad_h = None
         given = map(contiguous, (grad_new, grad_h, grad_y, grad_squares))
-        grads = exchange_backward_op(X, new, f, lane, w, gain, pre, rho, q, *given)
+        grads = exchange_backward_op(X, f, lane, w, gain, pre, rho, q, *given)
         grad_x, grad_f, grad_lane, grad_w = grads
         if f is None:
             grad_f = grad_lane = None
