@@ -393,7 +393,7 @@ def exchange_op(
     n, *shape, C = X.shape
     N, R = X[0].numel() // C, 0 if w is None else w.size(0)
     dtype = torch.promote_types(X.dtype, torch.float32)
-    # other sizes need more registers than there are
+    # other sizes, or num_stages=3, need more registers than there are
     BT, num_warps = (32, 8) if R <= 16 else (16, 4)
     made = lambda made, *size: X.new_empty(*size if made else (0,), dtype=dtype)
     y, squares = made(R, *shape, R), made(R, *shape, n)
@@ -403,7 +403,7 @@ def exchange_op(
     wrap_triton(exchange_kernel)[(triton.cdiv(N, BT),)](
         X, f, lane, w, s, given, gain, new, y, squares, pre, rho, h, N, eps, norm_eps, C, n, R,
         power_above(R), f is not None, has_M(lane, n), source, gain is not None, BT,
-        min(32, power_above(C)), num_warps=num_warps,
+        min(32, power_above(C)), num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     return new, y, squares, pre, rho, h
 
@@ -428,7 +428,7 @@ def exchange_backward_op(
         grad_x, grad_f, grad_lane, grad_w, N, chunk, C, n, R,
         power_above(R), f is not None, has_M(lane, n), grad_h is not None,
         grad_h is not None and gain is not None, grad_new is not None, 16, BC, num_warps=8,
-        num_stages=1,  # more would load ahead, for which there are no registers
+        num_stages=1,
     )  # fmt: skip
     return grad_x, grad_f, grad_lane, grad_w
 

@@ -6,8 +6,12 @@ What compiled code would move on an H100, counted on a machine without a GPU.
 
 Inductor writes the kernels for sm_90, Triton compiles all of them, and Inductor counts the bytes
 that each one reads and writes: the same numbers on every machine. A pass is one read or write of
-the stream (4, 1024, 2048). Nothing is measured: launches, caches, cuBLAS and NCCL are not in these
-numbers.
+the stream (4, 1024, 2048). Nothing is measured: the time of launches, caches, cuBLAS and NCCL are
+not in these numbers.
+
+Of a step it also counts the calls of compiled code, the kernels that these launch (outside of them
+are the embedding and the optimizers), and softmaxes. Attention has none, unless it has a mask: the
+loss has one, and so has each router of experts.
 
 Tensors are fake: they have shapes and no data. It needs g++ and `pip install triton==3.9.0`.
 """
@@ -42,6 +46,8 @@ KINDS = {
     "experts": dict(moe_experts=8, n_hidden=1024),
     "skipping": dict(mod_on="both", mod_rate=0.4, mod_router="learned"),
 }
+# a line that starts a kernel: of Triton, of cuBLAS, or another one of PyTorch
+LAUNCH = re.compile(r"\w\.run\(|extern_kernels\.\w+\(|torch\.ops\.aten\.[\w.]+\(")
 GUARD = """
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -93,6 +99,7 @@ except ImportError:
 from torch._inductor import config as inductor
 from torch._inductor import metrics
 from torch._inductor.ir import UserDefinedTritonKernel
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -104,8 +111,10 @@ from machine import autocast
 from model import GPT, RESIDUALS, GPTConfig
 
 plain_bytes_of_each = BaseSchedulerNode.get_read_write_buffer_accesses
+plain_call = CompiledFxGraph.__call__
 plain_attention = torch.nn.functional.scaled_dot_product_attention
 spills = []  # of each compiled kernel: bytes of registers that a thread keeps in memory
+calls = []  # of compiled code in a step: (launches, softmaxes)
 ours = {}  # {a kernel of kernels.py: the most registers, shared memory and spills}
 
 
@@ -145,6 +154,15 @@ def bytes_of_each(self, include_reads, include_writes):
     return found
 
 
+def count_and_call(self, inputs):
+    """In place of a call of compiled code: also counts its launches and its softmaxes."""
+    lines = [line for line in self.source_code.splitlines() if not line.lstrip().startswith("#")]
+    targets = [str(node.target) for node in self._original_gm.graph.nodes]
+    launches = sum(len(LAUNCH.findall(line)) for line in lines)
+    calls.append((launches, sum("softmax" in target for target in targets)))
+    return plain_call(self, inputs)
+
+
 def stand_in():
     """Let the compiler believe in an H100."""
     torch._C._cuda_getCurrentRawStream = lambda index: 0
@@ -160,6 +178,7 @@ def stand_in():
     triton_heuristics.CachingAutotuner.precompile = compile_only
     triton_heuristics.StaticTritonCompileResult.can_statically_launch = lambda *args, **more: None
     BaseSchedulerNode.get_read_write_buffer_accesses = bytes_of_each
+    CompiledFxGraph.__call__ = count_and_call
     inductor.compile_threads = 1  # what is replaced here holds in this process only
     inductor.wrap_inductor_compiled_regions = True  # a call of compiled code runs no kernel
     inductor.force_disable_caches = True
@@ -189,6 +208,7 @@ def measured(run, config):
     """Compile, and say what came out: a dict."""
     spills.clear()
     ours.clear()
+    calls.clear()
     metrics.reset()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -200,6 +220,9 @@ def measured(run, config):
     found = {"passes": passes, "kernels": metrics.generated_kernel_count}
     breaks = torch._dynamo.utils.counters["graph_break"]
     found |= {"spill": max(spills, default=0), "breaks": len(breaks)}
+    if what == "step":
+        launches, softmaxes = map(sum, zip(*calls))
+        found |= {"calls": len(calls), "launches": launches, "softmaxes": softmaxes}
     return found | ({"ours": dict(ours)} if ours else {})
 
 

@@ -424,6 +424,9 @@ def test_a_training_step_compiles_for_an_h100(modes, kind, tmp_path):
     found = json.loads((tmp_path / "found").read_text())["modes"]
     assert [*found] == [f"{mode}, {kind}" for mode in modes.split(",")]
     assert all(each["kernels"] > 20 and each["passes"] > 100 for each in found.values())
+    for each in found.values():
+        assert each["softmaxes"] == 1  # that of the loss: no attention has a mask
+        assert each["calls"] == 2 * 4 and each["launches"] > each["calls"]
 
 
 def test_gpu_py_measures_in_turn_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
