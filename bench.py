@@ -10,6 +10,8 @@ Measure speed and memory. Candidates run in turn in one process.
     residual    read and write of two sublayers without attention and MLP, forward and backward
     train       a training step of one micro-step, and the first one, which compiles unless the
                 compiler's cache has the code
+    nanogpt     the same step with AdamW, of nanoGPT's model (--nanogpt_model: the path of its
+                model.py) and of ours, compiled block by block and as one graph
     memory      bytes that a training step keeps for the backward pass, and the peak
     generate    reading the prompt, and a token without a cache, both eager; decoding with a cache
                 as one graph, compared with the time to read all weights once per token
@@ -21,6 +23,7 @@ has the quartiles, over rounds, of a candidate's time over the first candidate's
 round: their median is less noisy, and can differ from the printed ratio.
 """
 
+import importlib.util
 import math
 import os
 import random
@@ -52,6 +55,7 @@ batch_size = 8  # sequences per batch
 optimizer = "muon"  # of a training step: muon or adamw
 loss_chunk: int | None = None  # of a training step, as in train.py
 recompute = False  # of a training step, as in train.py
+nanogpt_model: str | None = None  # nanogpt: path of the file that defines its model
 rates = "0,0.2,0.4,0.6"  # mod: shares of tokens that skip
 prompt_tokens = 512  # generate: length of the prompt
 new_tokens = "128,512"  # generate: numbers of new tokens
@@ -195,6 +199,11 @@ def stepper(config, batch_size, device, dtype, optimizer="adamw", micro_steps=1,
         model.compile_blocks()
     optimizers = model.optimizers(optimizer, 1e-4, {}, 0.0, getattr(torch, dtype))
     x = tokens(config, batch_size, device)
+    return step_of(model, optimizers, x, device, dtype, micro_steps), model, optimizers
+
+
+def step_of(model, optimizers, x, device, dtype, micro_steps=1):
+    """The function that stepper returns. x: the tokens of each micro-step"""
 
     def step():
         total = 0.0
@@ -210,7 +219,7 @@ def stepper(config, batch_size, device, dtype, optimizer="adamw", micro_steps=1,
         model.after_step()
         return total
 
-    return step, model, optimizers
+    return step
 
 
 def stepper_as_set(config, **changes):
@@ -334,6 +343,40 @@ def train(base, copy, matmul):
     title = f"a step of {batch_size} x {base.block_size}"
     report = compare(title, runs, rounds, note)
     return {name: row | {"first": first[name]} for name, row in report.items()}
+
+
+def nanogpt(base, copy, matmul):
+    runs, first = {"nanoGPT": nanogpt_step(base)}, {}
+    for name, config in configs(base, modes).items():
+        how = config, batch_size, device, dtype, "adamw"
+        runs[name] = stepper(*how)[0]
+        runs[name + ", one graph"], model, _ = stepper(*how, compile=False)
+        model.compile()
+    for name, run in runs.items():
+        first[name] = seconds(run)
+    note = lambda name, medians: f"the first step took {first[name]:.1f} s"
+    title = f"a step of {batch_size} x {base.block_size}, AdamW"
+    return compare(title, runs, rounds, note)
+
+
+def nanogpt_step(base):
+    """A training step of nanoGPT's model and optimizer, compiled, with the shape of ours."""
+    spec = importlib.util.spec_from_file_location("nanogpt", nanogpt_model)
+    theirs = importlib.util.module_from_spec(spec)
+    sys.modules["nanogpt"] = theirs  # its dataclass looks for it
+    spec.loader.exec_module(theirs)
+    shape = "n_layer n_head n_embd block_size vocab_size".split()
+    config = theirs.GPTConfig(
+        **{name: getattr(base, name) for name in shape}, dropout=0.0, bias=False
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = theirs.GPT(config)
+    kind = torch.device(device).type
+    optimizers = [model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), kind)]
+    model.after_step = lambda: None  # our models have one
+    model.compile()
+    return step_of(model, optimizers, tokens(base, batch_size, device), device, dtype)
 
 
 def memory(base, copy, matmul):
@@ -581,7 +624,7 @@ def distribution_bytes(model, report):
     return gathered - round((1 - 1 / ranks) * (report["weights"] + report["optimizer"]))
 
 
-ALL = (forward, residual, train, memory, generate, mod, size)
+ALL = (forward, residual, train, nanogpt, memory, generate, mod, size)
 PARTS = {part.__name__: part for part in ALL}
 QUICK = "--what=forward,residual,train,generate --modes=prenorm,nag --n_layer=2 --rounds=3"
 QUICK += " --batch_size=2 --prompt_tokens=64 --new_tokens=32 --batches_of=1"
@@ -605,6 +648,8 @@ def check_settings(base, settings):
     chosen = [pick(PARTS, part, "what") for part in what.split(",")]
     if size in chosen and len(chosen) > 1:
         raise ValueError(f"{what=}: size goes alone")
+    if nanogpt in chosen and not os.path.exists(nanogpt_model or ""):
+        raise ValueError(f"what=nanogpt: {nanogpt_model=} is not the path of nanoGPT's model.py")
     tried = [base] if what == "size" else configs(base, modes).values()
     with torch.device("meta"):
         for config in tried:

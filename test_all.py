@@ -2176,6 +2176,7 @@ BAD_INPUT = {
     "bench.py": [
         ("--what=speed", "choose one of forward"), ("--modes=nagg", "choose one of none"),
         ("--what=size,memory", "size goes alone"),
+        ("--what=nanogpt --nanogpt_model=nothing.py", "is not the path"),
         ("--rounds=1", "at least 2"), ("--rates=2", "shares below 1"), ("--ranks=0", "above 0"),
         ("--new_tokens=a", "numbers above 0"), ("--batches_of=0", "numbers above 0"),
         ("--what=size --out=", "'' is not the name of a file"),

@@ -3,6 +3,7 @@ What only a GPU can tell about speed, in a few minutes with 16 CPU cores.
 
     python runs/gpu.py --only=residual     the processes whose names start so
     python runs/gpu.py --only=step         others: forward, decoding, skipping
+    python runs/gpu.py --only=race --nanogpt_model=PATH    ours and nanoGPT's; PATH: its model.py
 
 It runs bench.py in several processes. These compile side by side, and then measure one after
 another, while the machine is quiet. But the compiler chooses between kernels by timing them while
@@ -33,6 +34,7 @@ import machine
 from configurator import configure
 
 only = ""  # the first letters of the names of some processes; empty: all
+nanogpt_model: str | None = None  # race: as in bench.py
 patience = 400  # seconds to compile; a process that takes longer is ended
 
 PLAIN = f"{ROOT}/config/plain.py --init_scale=0.02 --block_size=1024"
@@ -40,7 +42,8 @@ BLOCK = f"{PLAIN} --n_layer=2 --n_head=16 --n_kv_head=4 --n_embd=2048 --vocab_si
 STREAM = f"{BLOCK} --what=residual --batch_size=32 --rounds=25"
 WIDE = f"{BLOCK} --what=train --n_hidden=8192 --activation=swiglu"
 GPT2 = f"{PLAIN} --n_layer=12 --n_head=12 --n_embd=768 --vocab_size=50304"
-GPT2 += " --batch_size=32 --loss_chunk=8192"
+BATCHED = f"{GPT2} --batch_size=32 --loss_chunk=8192"
+RACE = f"{GPT2} --what=nanogpt --modes=prenorm,nag"
 DECODE = f"{WIDE} --what=generate --n_layer=4 --new_tokens=128,512 --modes=prenorm,prenorm,bhyt,nag"
 PROCESSES = {
     "residual: norms": f"{STREAM} --modes=prenorm,prenorm,none,postnorm,perinorm,lns",
@@ -58,11 +61,13 @@ PROCESSES = {
     "step, 2 x 2048: ihc": f"{WIDE} --modes=prenorm,ihc",
     "step, 2 x 2048: attnres": f"{WIDE} --modes=prenorm,attnres",
     "step, 8 x 2048": f"{WIDE} --n_layer=8 --modes=prenorm,attnres,attnres_block",
-    "step, 12 x 768: nag": f"{GPT2} --what=train --modes=prenorm,prenorm,nag",
+    "step, 12 x 768: nag": f"{BATCHED} --what=train --modes=prenorm,prenorm,nag",
     "forward": f"{WIDE} --what=forward --modes=prenorm,prenorm,perinorm,bhyt,nag",
     "decoding": f"{DECODE} --batches_of=1",
     "decoding, 32 at once": f"{DECODE} --batches_of=32",
-    "skipping": f"{GPT2} --what=mod --modes=prenorm --rates=0,0.2,0.4",
+    "skipping": f"{BATCHED} --what=mod --modes=prenorm --rates=0,0.2,0.4",
+    "race, 8 sequences": f"{RACE} --batch_size=8",
+    "race, 32 sequences": f"{RACE} --batch_size=32",
 }
 DEVICE = "cuda"
 FOLDER = ROOT / "out" / "gpu"  # what bench.py prints, and its numbers
@@ -124,7 +129,7 @@ def main():
     turn = several.RawValue("i", -1)
     for i, argv in enumerate(chosen.values()):
         out, ready = FOLDER / f"{i}.json", several.RawValue("b", 0)
-        argv = [*argv.split(), f"--device={DEVICE}"]
+        argv = [*argv.split(), f"--device={DEVICE}", f"--nanogpt_model={nanogpt_model}"]
         args = (i, argv, speeds, out, ready, turn)
         started.append((several.Process(target=bench_in_turn, args=args), ready, out))
         started[-1][0].start()

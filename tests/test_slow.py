@@ -478,6 +478,35 @@ def test_bench_keeps_every_number(tmp_path, capsys):
     assert all(text in printed for text in texts)
 
 
+LIKE_NANOGPT = """
+import torch
+from collections import namedtuple
+
+GPTConfig = namedtuple("GPTConfig", "n_layer n_head n_embd block_size vocab_size dropout bias")
+
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.head = torch.nn.Embedding(config.vocab_size, config.vocab_size)
+
+    def forward(self, idx, targets):
+        return None, torch.nn.functional.cross_entropy(self.head(idx).mT, targets)
+
+    def configure_optimizers(self, decay, rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=rate, betas=betas)
+"""
+
+
+def test_bench_races_nanogpt(tmp_path):
+    (tmp_path / "model.py").write_text(LIKE_NANOGPT)
+    how = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=2, rounds=2, quick=True)
+    how |= dict(what="nanogpt", modes="prenorm", nanogpt_model=tmp_path / "model.py")
+    script("bench.py", **how, out=tmp_path / "bench.json")
+    report = json.load(open(tmp_path / "bench.json"))["nanogpt"]
+    assert [*report] == ["nanoGPT", "prenorm", "prenorm, one graph"]
+
+
 def test_every_break_of_the_mutants_still_applies():
     """Here, and not in the suite that the breaks are tried on: this would notice all of them."""
     for name, file, before, after, _ in runpy.run_path(f"{HERE}/tests/mutants.py")["BREAKS"]:
