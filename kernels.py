@@ -46,15 +46,22 @@ if not (torch.cuda.is_available() or interpreted):
 #                         again, into registers
 #     sinkhorn            n^2 numbers a token; its backward keeps 39 n more while it runs
 #
-# That is 30 passes a sublayer if n = 4. Partial sums of gradients take less than one.
-# exchange reads new X again for h, if h needs sums over all of it, and h once more for its norm:
-# this counts as nothing, because a program has just written them and there are few of its tokens.
-# The maps in between, a few numbers a token, are plain lines of streams.py.
+# That is 30 passes a sublayer if n = 4. Partial sums of gradients, in float32, take 0.8 (ihc) to
+# 2.3 more if X is bfloat16. The maps in between, a few numbers a token, are plain lines of
+# streams.py.
+#
+# What a program reads again counts as nothing, because it should still be in the L2: exchange reads
+# new X again for h, if h needs sums over all of it, and h for its norm, and its backward X, for M.
+# For large C the L2 may be too small for that. Each program of exchange reads all of W, from the
+# L2: if W has 24 rows, this is as much as what the 16 tokens of a program read and write.
+#
+# h is rounded to its dtype before its norm and after it; the plain lines round it once.
 #
 # The gradient of h has two parts. `Reading` sends one to h_pre, which a second kernel must know
 # before the maps' own gradients. `Exchange` gets the other, and all gradients of X, in one pass.
 
 MOST_STREAMS = 4  # with more of them, threads would need more registers than there are
+LEAST_TOKENS = 1024  # with fewer, as in decoding, too few programs run; not timed
 NONE, GIVEN, SIGMOID, TANH = 0, 1, 2, 3  # h_pre: none, given, of Eq. 4, of Eq. 3
 
 
@@ -112,10 +119,10 @@ def written(X, F, Lane, rows, live, at, size, mask, n: tl.constexpr, mixes: tl.c
 
 
 @triton.jit
-def zeros(like, count: tl.constexpr):
+def repeated(like, count: tl.constexpr):
     found = ()
     for _ in tl.static_range(count):
-        found = found + (like * 0,)
+        found = found + (like,)
     return found
 
 
@@ -131,8 +138,18 @@ def product(x, w, total, half: tl.constexpr):
 
 
 @triton.jit
+def rounded(x):
+    """float32 rounded to TF32, as PyTorch's products of float32 do here. tl.dot would cut it."""
+    if x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True) + 0x1000
+        return (bits & -0x2000).to(tl.float32, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
 def rough_product(x, w, total):
-    """total + x w, with inputs rounded to TF32, as PyTorch's products of float32 here"""
+    """total + x w, for rounded x and w"""
     return tl.dot(x, w, total, input_precision="tf32", out_dtype=total.dtype)
 
 
@@ -140,15 +157,15 @@ def rough_product(x, w, total):
 def exchange_kernel(
     X, F, Lane, W, S, Given, Gain, Out, Y, Squares, Pre, Rho, H, N,
     eps: tl.constexpr, norm_eps: tl.constexpr, C: tl.constexpr, n: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, writes: tl.constexpr, mixes: tl.constexpr, source: tl.constexpr,
-    normed: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    RP: tl.constexpr, mixes: tl.constexpr, source: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    writes: tl.constexpr = F is not None
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     live, rows = rows < N, rows.to(tl.int64)
-    size, row = N.to(tl.int64) * C, tl.arange(0, RP)
-    zero = up(tl.load(X + tl.zeros((BT, BC), tl.int32))) * 0
+    size, row = tl.cast(N, tl.int64) * C, tl.arange(0, RP)
+    zero = up(tl.zeros((BT, BC), X.dtype.element_ty))
     y = tl.zeros((BT, RP), zero.dtype)
-    squares, length = zeros(zero, n), zero
+    squares, length = repeated(zero, n), zero
     if source == 1:
         pre = numbers(Given, rows, n, live, 0, n)
 
@@ -205,7 +222,7 @@ def exchange_kernel(
     if source >= 1:
         for i in tl.static_range(n):
             tl.store(Pre + rows[:, None] * n + i, pre[i], live[:, None])
-    if normed:
+    if Gain is not None:
         rho = tl.rsqrt(tl.sum(length, 1) / C + norm_eps)
         tl.store(Rho + rows, rho, live)
         tl.debug_barrier()
@@ -220,13 +237,14 @@ def exchange_kernel(
 @triton.jit
 def reading_kernel(
     X, Grad, Pre, Rho, Gain, Grad_pre, Q, Grad_gain, N, C: tl.constexpr, n: tl.constexpr,
-    normed: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    normed: tl.constexpr = Gain is not None
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     live, rows = rows < N, rows.to(tl.int64)
-    size = N.to(tl.int64) * C
-    zero = up(tl.load(X + tl.zeros((BT, BC), tl.int32))) * 0
-    along, inside = zeros(zero, n), zeros(zero, n)  # <u, X_i> and <h, X_i>
+    size = tl.cast(N, tl.int64) * C
+    zero = up(tl.zeros((BT, BC), X.dtype.element_ty))
+    along, inside = repeated(zero, n), repeated(zero, n)  # <u, X_i> and <h, X_i>
     pre = numbers(Pre, rows, n, live, 0, n)
     if normed:
         rho = tl.load(Rho + rows, live, 0.0)
@@ -259,20 +277,20 @@ def reading_kernel(
 def exchange_backward_kernel(
     X, F, Lane, W, Gain, Pre, Rho, Q, Grad_new, Grad_h, Grad_y, Grad_squares,
     Grad_x, Grad_f, Grad_lane, Grad_w, N, chunk, C: tl.constexpr, n: tl.constexpr,
-    R: tl.constexpr, RP: tl.constexpr, writes: tl.constexpr, mixes: tl.constexpr,
-    reads: tl.constexpr, normed: tl.constexpr, passed: tl.constexpr, BT: tl.constexpr,
-    BC: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, mixes: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    writes: tl.constexpr = F is not None
+    reads: tl.constexpr = Grad_h is not None
+    normed: tl.constexpr = reads and Gain is not None
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
-    row, size = tl.arange(0, RP), N.to(tl.int64) * C
+    row, size = tl.arange(0, RP), tl.cast(N, tl.int64) * C
     entries: tl.constexpr = n + n * n if mixes else n
     if R > 0:
-        zero = up(tl.load(W + tl.zeros((RP, BC), tl.int32))) * 0
-        ws, sums, offset = (), (), row[:, None] * (n * C) + columns
+        ws, offset = (), row[:, None] * (n * C) + columns
+        sums = repeated(up(tl.zeros((RP, BC), W.dtype.element_ty)), n)
         used = (row < R)[:, None] & (columns < C)
         for i in tl.static_range(n):
-            ws = ws + (up(tl.load(W + offset + i * C, used, 0.0)),)
-            sums = sums + (zero,)
+            ws = ws + (rounded(up(tl.load(W + offset + i * C, used, 0.0))),)
     if normed:
         gain = up(tl.load(Gain + columns, columns < C, 0.0))
     first = tl.program_id(1) * chunk
@@ -292,18 +310,19 @@ def exchange_backward_kernel(
                 u = rho[:, None] * u * gain - k[:, None] * weighted(pre, new, n)
         if R > 0:
             grad_y = tl.load(Grad_y + rows[:, None] * R + row, live[:, None] & (row < R), 0.0)
+            grad_y = rounded(grad_y)
             twice, summed = numbers(Grad_squares, rows, n, live, 0, n), ()
         grads = ()
         for i in tl.static_range(n):
             grad = new[i] * 0
-            if passed:
+            if Grad_new is not None:
                 grad += up(tl.load(Grad_new + i * size + at, mask, 0.0))
             if reads:
                 grad += pre[i] * u
             if R > 0:
                 grad += 2 * twice[i] * new[i]
                 grad = rough_product(grad_y, ws[i], grad)
-                summed = summed + (rough_product(tl.trans(grad_y), new[i], sums[i]),)
+                summed = summed + (rough_product(tl.trans(grad_y), rounded(new[i]), sums[i]),)
             grads = grads + (grad,)
         if R > 0:
             sums = summed
@@ -332,14 +351,15 @@ def exchange_backward_kernel(
 @triton.jit
 def sinkhorn_kernel(
     Logits, Grad, Out, Factors, N, iters, eps: tl.constexpr, n: tl.constexpr, n2: tl.constexpr,
-    backward: tl.constexpr, BT: tl.constexpr,
+    BT: tl.constexpr,
 ):  # fmt: skip
     """Factors: 1 / (sum + eps) of each step. A step back multiplies by the sum again."""
+    backward: tl.constexpr = Grad is not None
     token, one = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, n2)
     at = token.to(tl.int64)[:, None, None] * (n * n) + one[:, None] * n + one
     used = (token < N)[:, None, None] & (one < n)[:, None] & (one < n)
     of_step = token.to(tl.int64)[:, None] * n + one
-    kept, step = (token < N)[:, None] & (one < n), N.to(tl.int64) * n
+    kept, step = (token < N)[:, None] & (one < n), tl.cast(N, tl.int64) * n
     logits = tl.load(Logits + at, used, float("-inf"))
     p = tl.exp(logits - tl.max(tl.where(used, logits, -1e30), 2)[:, :, None])
     p /= tl.maximum(tl.sum(p, 2), 1e-30)[:, :, None]
@@ -391,19 +411,19 @@ def exchange_op(
     given: Tensor | None, gain: Tensor | None, source: int, eps: float, norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, *shape, C = X.shape
-    N, R = X[0].numel() // C, 0 if w is None else w.size(0)
+    N, R = math.prod(shape), 0 if w is None else w.size(0)
     dtype = torch.promote_types(X.dtype, torch.float32)
-    # other sizes, or num_stages=3, need more registers than there are
+    # with other sizes, or num_stages=3, a thread needs more registers than there are; not timed
     BT, num_warps = (32, 8) if R <= 16 else (16, 4)
-    made = lambda made, *size: X.new_empty(*size if made else (0,), dtype=dtype)
-    y, squares = made(R, *shape, R), made(R, *shape, n)
-    pre, rho = made(source, *shape, n), made(gain is not None, *shape, 1)
+    empty = lambda wanted, *size: X.new_empty(*size if wanted else (0,), dtype=dtype)
+    y, squares = empty(R, *shape, R), empty(R, *shape, n)
+    pre, rho = empty(source, *shape, n), empty(gain is not None, *shape, 1)
     new = X.new_empty(0 if f is None else X.shape)
     h = X.new_empty((*shape, C) if source else 0)
     wrap_triton(exchange_kernel)[(triton.cdiv(N, BT),)](
         X, f, lane, w, s, given, gain, new, y, squares, pre, rho, h, N, eps, norm_eps, C, n, R,
-        power_above(R), f is not None, has_M(lane, n), source, gain is not None, BT,
-        min(32, power_above(C)), num_warps=num_warps, num_stages=2,
+        power_above(R), has_M(lane, n), source, BT, min(32, power_above(C)),
+        num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     return new, y, squares, pre, rho, h
 
@@ -415,7 +435,7 @@ def exchange_backward_op(
     grad_h: Tensor | None, grad_y: Tensor | None, grad_squares: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, *shape, C = X.shape
-    N, R = X[0].numel() // C, 0 if grad_y is None else w.size(0)
+    N, R = math.prod(shape), 0 if grad_y is None else w.size(0)
     BC, chunk = min(64, power_above(C)), 512
     dtype = torch.promote_types(X.dtype, torch.float32)
     grad_x = torch.empty_like(X)
@@ -425,10 +445,8 @@ def exchange_backward_op(
     grad_w = X.new_empty((triton.cdiv(N, chunk), R, n * C) if R else 0, dtype=dtype)
     wrap_triton(exchange_backward_kernel)[(triton.cdiv(C, BC), triton.cdiv(N, chunk))](
         X, f, lane, w, gain, pre, rho, q, grad_new, grad_h, grad_y, grad_squares,
-        grad_x, grad_f, grad_lane, grad_w, N, chunk, C, n, R,
-        power_above(R), f is not None, has_M(lane, n), grad_h is not None,
-        grad_h is not None and gain is not None, grad_new is not None, 16, BC, num_warps=8,
-        num_stages=1,
+        grad_x, grad_f, grad_lane, grad_w, N, chunk, C, n, R, power_above(R), has_M(lane, n),
+        16, BC, num_warps=8, num_stages=1,
     )  # fmt: skip
     return grad_x, grad_f, grad_lane, grad_w
 
@@ -438,12 +456,12 @@ def reading_op(
     X: Tensor, grad: Tensor, pre: Tensor, rho: Tensor, gain: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     n, *shape, C = X.shape
-    N, normed = X[0].numel() // C, gain is not None
+    N = math.prod(shape)
     grad_pre, q = torch.empty_like(pre), torch.empty_like(rho)
-    grad_gain = rho.new_empty((triton.cdiv(N, 16), C) if normed else 0)
+    grad_gain = rho.new_empty(0 if gain is None else (triton.cdiv(N, 16), C))
     wrap_triton(reading_kernel)[(triton.cdiv(N, 16),)](
-        X, grad, pre, rho, gain, grad_pre, q, grad_gain, N, C, n, normed, 16,
-        min(64, power_above(C)), num_warps=8,
+        X, grad, pre, rho, gain, grad_pre, q, grad_gain, N, C, n, 16, min(64, power_above(C)),
+        num_warps=8,
     )  # fmt: skip
     return grad_pre, q, grad_gain
 
@@ -468,7 +486,7 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_new, grad_y, grad_squares, _, q, grad_h):
         X, f, lane, w, gain, pre, rho = ctx.saved_tensors
-        if w is None:
+        if w is None:  # compiled, an output that nobody used has zeros, not None
             grad_y = grad_squares = None
         if not pre.numel():
             grad_h = None
@@ -496,19 +514,18 @@ class Reading(torch.autograd.Function):
         X, pre, rho, gain = ctx.saved_tensors
         grad = grad.contiguous()
         grad_pre, q, grad_gain = reading_op(X, grad, pre, rho, gain)
-        if gain is None:
-            return grad, None, grad_pre, None, None, None
-        return grad, q, grad_pre, grad_gain.sum(0).to(gain.dtype), None, None
+        of_gain = None if gain is None else grad_gain.sum(0).to(gain.dtype)
+        return grad, q, grad_pre, of_gain, None, None
 
 
 @triton_op("residual::sinkhorn", mutates_args={})
 def sinkhorn_op(logits: Tensor, grad: Tensor | None, iters: int, eps: float) -> Tensor:
     """M from logits (..., n n), or with the gradient of M: that of the logits."""
     n, out = math.isqrt(logits.size(-1)), torch.empty_like(logits)
-    N, backward = logits.numel() // (n * n), grad is not None
-    factors = logits.new_empty((2 * iters - 1, N, n) if backward else 0)
+    N = logits.numel() // (n * n)
+    factors = logits.new_empty(0 if grad is None else (2 * iters - 1, N, n))
     wrap_triton(sinkhorn_kernel)[(triton.cdiv(N, 32),)](
-        logits, grad, out, factors, N, iters, eps, n, power_above(n, 1), backward, 32, num_warps=4
+        logits, grad, out, factors, N, iters, eps, n, power_above(n, 1), 32, num_warps=4
     )
     return out
 

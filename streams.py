@@ -239,9 +239,9 @@ def wide_write(X, kappa, beta, f):
 # Hyper-Connections: the modes. Stream.x is X_1, and Stream.sources are X_2 ... X_n.
 #
 # On CUDA, kernels.py reads and writes the streams of hc, mhc, ihc and smhc, if there are at most
-# MOST_STREAMS, in one tensor: Stream.x is X (n, B, T, C). There a write waits for the next read,
-# which does both in one pass: until then Stream.sources are f and (h_post, M), a tensor (B, T, n),
-# or n + n^2.
+# MOST_STREAMS and at least LEAST_TOKENS, in one tensor: Stream.x is X (n, B, T, C). There a write
+# waits for the next read, which does both in one pass: until then Stream.sources are f and
+# (h_post, M), a tensor (B, T, n), or n + n^2.
 
 
 def stacked(stream):
@@ -268,7 +268,8 @@ class HCEnds(FinalNorm):
         self.n = config.hc_streams
 
     def embed(self, e):  # without clone, the first block would need a compiled graph of its own
-        if self.has_kernels and on_cuda(e) and self.n <= kernels.MOST_STREAMS:
+        fit = self.n <= kernels.MOST_STREAMS and e[..., 0].numel() >= kernels.LEAST_TOKENS
+        if self.has_kernels and on_cuda(e) and fit:
             return Stream(e.expand(self.n, *e.shape).clone(memory_format=torch.contiguous_format))
         return Stream(e, sources=tuple(e.clone() for _ in range(self.n - 1)))
 

@@ -47,6 +47,7 @@ def dot_of_bfloat16(self, a, b, d, *options):
     return type(d)((a @ b).astype(d.data.dtype) + d.data, d.dtype.scalar)
 
 
+kernels.LEAST_TOKENS = 1
 if DEVICE == "cpu":
     interpreter.InterpreterBuilder.create_dot = dot_of_bfloat16
     kernels.WARPS = 2  # so that each program has several tokens
@@ -311,7 +312,7 @@ def worst_error(mode, width, stream, output, place="cpu", compiled=lambda functi
 
 
 PRECISIONS = [  # of the stream and of what sublayers write; the largest error
-    (torch.float32, torch.float32, 1e-5),
+    (torch.float32, torch.float32, 2e-3),  # gradients through products round to TF32
     (torch.float32, torch.bfloat16, 1e-2),
     (torch.bfloat16, torch.bfloat16, 3e-2),
 ]
@@ -362,7 +363,9 @@ def test_streams_equal_the_golden(kind, monkeypatch):
 
 
 @on_cpu
-def test_streams_leave_plain_lines_when_there_are_many(monkeypatch):
+@cases("streams, tokens, dims", [(4, 2, 4), (5, 2, 3), (4, 1, 3)])
+def test_many_streams_and_few_tokens_take_the_plain_lines(monkeypatch, streams, tokens, dims):
     use_kernels(monkeypatch, True)
-    model = tiny(residual="mhc", hc_streams=kernels.MOST_STREAMS + 1)
-    assert model.ends.embed(torch.zeros(1, 2, 32)).x.ndim == 3
+    monkeypatch.setattr(kernels, "LEAST_TOKENS", 2)
+    model = tiny(residual="mhc", hc_streams=streams)
+    assert model.ends.embed(torch.zeros(1, tokens, 32)).x.ndim == dims

@@ -40,6 +40,7 @@ pytestmark = [
 ]
 LEARNED = MOD | {"mod_router": "learned", "residual": "prenorm"}
 EXPERTS = dict(moe_experts=4, moe_top_k=3, moe_shared=1, activation="swiglu")
+DECODED = ("prenorm", "nag", "bhyt", "ihc", "attnres")
 KINDS = {mode: {"residual": mode} for mode in RESIDUALS}
 KINDS["attnres_block"] = dict(residual="attnres_block", attnres_size=2)  # 1 would be attnres
 KINDS |= {"nag's router": MOD, "learned router": LEARNED}
@@ -85,7 +86,6 @@ def test_on_cuda_fused_code_equals_float64(d, dtype, close, kind):
 @cases("stream, output, close", PRECISIONS)
 @cases("d", [128, 768, 1000, 2048, 4096])
 def test_on_cuda_the_kernels_of_the_streams_equal_float64(d, stream, output, close, mode):
-    close = max(close, 2e-3)  # gradients through products round to TF32
     assert worst_error(mode, d, stream, output, DEVICE, torch.compile) < close
 
 
@@ -124,12 +124,13 @@ def test_on_cuda_a_compiled_step_equals_float64(kind):
         assert worst(got[1], grads) < of_grads, dtype
 
 
-@cases("mode", ["prenorm", "nag", "bhyt", "ihc", "attnres"])
-def test_on_cuda_compiled_decoding_equals_the_full_forward(mode):
+@cases("mode, rows", [*((mode, 3) for mode in DECODED), ("ihc", 1)])
+def test_on_cuda_compiled_decoding_equals_the_full_forward(mode, rows):
     """Of given text: text that a model generates with one embedding for both ends repeats."""
     model = shaken(tiny(residual=mode, n_kv_head=1, tied=False)).to(DEVICE).eval()
-    text, greedy = some_ids(3, 28).to(DEVICE), (0, None, None, None)
-    step, cache = generate.compiled_step(text.device), generate.KVCache(model, 3, 28, static=True)
+    text, greedy = some_ids(rows, 28).to(DEVICE), (0, None, None, None)
+    step = generate.compiled_step(text.device)
+    cache = generate.KVCache(model, rows, 28, static=True)
     with torch.inference_mode():
         generate.next_token(model, text[:, :8], cache, *greedy)
         got = [step(model, text[:, t : t + 1], cache, *greedy).clone() for t in range(8, 28)]
