@@ -44,6 +44,8 @@ DEPTHS = (4, 8, 16, 32)
 OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
 JUDGED = {mode: (mode, {}) for mode in RESIDUALS}  # name: (mode, its own settings)
 JUDGED |= {"ihc, 2 streams": ("ihc", {"hc_streams": 2})}
+NEW_SEEDS = range(9, 17)  # they test a verdict of the first seeds again
+NEAR = (0.7, 1.0, 1.4)  # pre-norm's lengths with these seeds
 COPIES = 0.75  # a model copies if repeated characters cost less than this share of the first time
 study.record = True  # read results/ only
 
@@ -166,6 +168,27 @@ def judge_facts():
     commits = [line["commit"] for line in study.finished("judge").values()]
     share = mean(commit.endswith("+changes") for commit in commits)
     yield "runs with uncommitted changes", f"{share:.0%}"
+
+
+def again_facts():
+    """ihc with two streams against pre-norm with NEW_SEEDS, settings as before, alone and with the
+    first seeds.
+    """
+    name, usual = "ihc, 2 streams", scale_of("muon")
+    trained, ratios = judged("muon")
+
+    def lines_of(name, seeds, length=1.0):
+        mode, change = JUDGED[name]
+        how = usual | change, mode, trained[name][0]
+        return find("judge", [judge.settings(*how, seed, length) for seed in seeds])
+
+    for what, seeds in (("new seeds", NEW_SEEDS), ("16 seeds", range(1, NEW_SEEDS.stop))):
+        ours, theirs = lines_of(name, seeds), {n: lines_of(BASELINE, seeds, n) for n in NEAR}
+        by_length = {n: losses_of(lines) for n, lines in theirs.items()}
+        at_time = [stats.gap_at(ratio, losses_of(ours), by_length) for ratio in ratios[name]]
+        yield f"{name}, {what}, at equal steps", plus_minus(gap_of(ours, theirs[1.0]))
+        yield f"{name}, {what}, at equal time", plus_minus(at_time[1])
+        yield f"{name}, {what}, verdict", verdict(at_time)
 
 
 def leads(ours, theirs, steps):
@@ -501,7 +524,15 @@ def brief():
 # ------------------------------------------------------------------------------------------------
 # The pages
 
-FACTS = (judge_facts, verdict_facts, mixture_facts, lead_facts, default_facts, speed_facts)
+FACTS = (
+    judge_facts,
+    again_facts,
+    verdict_facts,
+    mixture_facts,
+    lead_facts,
+    default_facts,
+    speed_facts,
+)
 TABLES = {
     "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"), "at size": at_size,
     "depths": depths, "early": early, "mixtures": mixtures, "speed": speed,

@@ -907,6 +907,9 @@ def test_sentences_written_by_hand_agree_with_the_results():
     at_time = {row[0]: row[head.index("verdict at equal time")] for row in rows}
     assert {mode for mode, verdict in at_time.items() if verdict == "better"} == {"ihc, 2 streams"}
     assert tables.number("modes", "ihc, 2 streams", "after Holm, time") == "undecided"
+    for seeds in ("new seeds", "16 seeds"):
+        fact = f"ihc, 2 streams, {seeds}, verdict"
+        assert tables.number("facts", fact, "value") == "better"
     assert {mode for mode in better if at_time[mode] == "undecided"} == {
         "ihc", "attnres", "attnres_block"}  # fmt: skip
     at_flops = {row[0]: row[-2:] for row in tables.at_size()[1] if row[0] in better}
