@@ -582,9 +582,11 @@ def filled(page):
 
 
 def names_in_words(readme):
-    """{mode: its design} from README's table of modes."""
+    """{mode, or name of what is JUDGED: its design} from README's table of modes."""
     rows = re.findall(r"^\| (.+?) \| `(\w+)` \|", readme, re.M)
-    return {mode: re.sub(r"\[(.*?)\]\(.*?\)", r"\1", design) for design, mode in rows}
+    words = {mode: re.sub(r"\[(.*?)\]\(.*?\)", r"\1", design) for design, mode in rows}
+    judged = {name: mode for name, (mode, _) in JUDGED.items() if mode in words}
+    return words | {name: words[mode] + name.removeprefix(mode) for name, mode in judged.items()}
 
 
 if __name__ == "__main__":
