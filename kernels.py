@@ -142,7 +142,7 @@ def rounded(x):
     """float32 rounded to TF32, as PyTorch's products of float32 do here. tl.dot would cut it."""
     if x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True) + 0x1000
-        return (bits & -0x2000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, (bits & -0x2000).to(tl.float32, bitcast=True), x)
     else:
         return x
 
@@ -488,6 +488,10 @@ class Exchange(torch.autograd.Function):
         X, f, lane, w, gain, pre, rho = ctx.saved_tensors
         if w is None:  # compiled, an output that nobody used has zeros, not None
             grad_y = grad_squares = None
+        else:
+            zeros = lambda size: pre.new_zeros(*X.shape[1:-1], size)
+            grad_y = zeros(len(w)) if grad_y is None else grad_y
+            grad_squares = zeros(len(X)) if grad_squares is None else grad_squares
         if not pre.numel():
             grad_h = None
         given = map(contiguous, (grad_new, grad_h, grad_y, grad_squares))

@@ -362,6 +362,32 @@ def test_streams_equal_the_golden(kind, monkeypatch):
         test_rivals.test_three_sublayers_equal_the_golden_with_gradients(kind)
 
 
+def test_streams_keep_a_nan():
+    """CUDA's NaN has all bits but the sign: rounding it would carry into the sign."""
+    X, w = (x.float().to(DEVICE).requires_grad_() for x in randoms((2, 1, 5, 16), (3, 32)))
+    _, y, *_ = kernels.Exchange.apply(X, None, None, w, None, None, None, kernels.NONE, 0.0, 0.0)
+    grad = torch.zeros_like(y)
+    grad[0, 3, 1] = torch.tensor(2**31 - 1, dtype=torch.int32).view(torch.float32)
+    y.backward(grad)
+    assert w.grad.isnan().any(1).tolist() == [False, True, False]
+    assert X.grad.isnan().any(-1).any(0).tolist() == [[False, False, False, True, False]]
+
+
+def test_streams_have_the_gradient_of_either_sum_alone():
+    X, w = (x.float().to(DEVICE).requires_grad_() for x in randoms((2, 1, 5, 16), (3, 32)))
+    how = None, None, None, kernels.NONE, 0.0, 0.0
+    _, y, squares, *_ = kernels.Exchange.apply(X, None, None, w, *how)
+    for found, plain in (
+        (y, torch.cat([*X], -1) @ w.T),
+        (squares, X.square().sum(-1).movedim(0, -1)),
+    ):
+        grad = randoms(found.shape)[0].to(found)
+        ours, expected = (
+            torch.autograd.grad(z, X, grad, retain_graph=True) for z in (found, plain)
+        )
+        assert_close(ours, expected, rtol=2e-3, atol=2e-3)
+
+
 @on_cpu
 @cases("streams, tokens, dims", [(4, 2, 4), (5, 2, 3), (4, 1, 3)])
 def test_many_streams_and_few_tokens_take_the_plain_lines(monkeypatch, streams, tokens, dims):
