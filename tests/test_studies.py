@@ -879,7 +879,7 @@ def test_readme_quotes_the_races_with_others_as_measured():
     speed, readme = study.ROOT / "results" / "speed", " ".join(pages()["README.md"].split())
     for name, file in (("nanoGPT", "nanogpt_loss_8x128.txt"), ("nanochat", "nanochat_8x128.txt")):
         end = r"at (\S+) after (\d+) s\b"
-        ends = rf"{name}'s.*? ended {end}.*? (?:our default|ours then) {end}"
+        ends = rf"{name}'s.*? ended {end}.*? (?:our default|ours .*?) {end}"
         quoted = re.search(ends, readme).groups()
         race = (speed / file).read_text()
         end = r"^{}: (\S+) after \d+ steps, (\d+) s$"
