@@ -68,6 +68,8 @@ dtype = "auto"  # of autocast, and of tensors of forward, residual, generate; au
 device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
 out = "out/bench.json"  # file for the results
 
+SHAPE = "n_layer n_head n_embd block_size vocab_size".split()
+
 
 # ------------------------------------------------------------------------------------------------
 # Timing
@@ -346,14 +348,13 @@ def train(base, copy, matmul):
 
 
 def nanogpt(base, copy, matmul):
-    runs, first = {"nanoGPT": nanogpt_step(base)}, {}
+    runs = {"nanoGPT": nanogpt_step(base)}
     for name, config in configs(base, modes).items():
         how = config, batch_size, device, dtype, "adamw"
         runs[name] = stepper(*how)[0]
         runs[name + ", one graph"], model, _ = stepper(*how, compile=False)
         model.compile()
-    for name, run in runs.items():
-        first[name] = seconds(run)
+    first = {name: seconds(run) for name, run in runs.items()}
     note = lambda name, medians: f"the first step took {first[name]:.1f} s"
     title = f"a step of {batch_size} x {base.block_size}, AdamW"
     return compare(title, runs, rounds, note)
@@ -365,10 +366,8 @@ def nanogpt_step(base):
     theirs = importlib.util.module_from_spec(spec)
     sys.modules["nanogpt"] = theirs  # its dataclass looks for it
     spec.loader.exec_module(theirs)
-    shape = "n_layer n_head n_embd block_size vocab_size".split()
-    config = theirs.GPTConfig(
-        **{name: getattr(base, name) for name in shape}, dropout=0.0, bias=False
-    )
+    shape = {name: getattr(base, name) for name in SHAPE}
+    config = theirs.GPTConfig(**shape, dropout=0.0, bias=False)
     torch.manual_seed(0)
     with torch.device(device):
         model = theirs.GPT(config)
@@ -698,8 +697,7 @@ def main():
     report = {"settings": settings, "git": machine.commit(), "torch": torch.__version__}
     report |= {"device": name, "threads": threads, "dtype": dtype}
     print(f"{name}, torch {torch.__version__}, cores {machine.cores()}, threads {threads}, {dtype}")
-    shape = "n_layer n_head n_embd block_size vocab_size".split()
-    print(", ".join(f"{key} {settings[key]}" for key in shape) + f", {batch_size} sequences")
+    print(", ".join(f"{key} {settings[key]}" for key in SHAPE) + f", {batch_size} sequences")
     copy = matmul = None
     if what != "size":
         copy, matmul = machine_speeds()

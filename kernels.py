@@ -112,10 +112,10 @@ def written(X, F, Lane, rows, live, at, size, mask, n: tl.constexpr, mixes: tl.c
                 new = new + (before[k] + M[k] * x,)
             else:
                 new = new + (before[k] + x if j == k else before[k],)
-    rounded = ()
+    stored = ()
     for k in tl.static_range(n):
-        rounded = rounded + (up(new[k].to(X.dtype.element_ty)),)
-    return f, post, rounded
+        stored = stored + (up(new[k].to(X.dtype.element_ty)),)
+    return f, post, stored
 
 
 @triton.jit
@@ -435,7 +435,7 @@ def exchange_backward_op(
     grad_h: Tensor | None, grad_y: Tensor | None, grad_squares: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, *shape, C = X.shape
-    N, R = math.prod(shape), 0 if grad_y is None else w.size(0)
+    N, R = math.prod(shape), 0 if w is None else w.size(0)
     BC, chunk = min(64, power_above(C)), 512
     dtype = torch.promote_types(X.dtype, torch.float32)
     grad_x = torch.empty_like(X)
@@ -486,13 +486,11 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_new, grad_y, grad_squares, _, q, grad_h):
         X, f, lane, w, gain, pre, rho = ctx.saved_tensors
-        if w is None:  # compiled, an output that nobody used has zeros, not None
-            grad_y = grad_squares = None
-        else:
+        if w is not None:
             zeros = lambda size: pre.new_zeros(*X.shape[1:-1], size)
             grad_y = zeros(len(w)) if grad_y is None else grad_y
             grad_squares = zeros(len(X)) if grad_squares is None else grad_squares
-        if not pre.numel():
+        if not pre.numel():  # compiled, an output that nobody used has zeros, not None
             grad_h = None
         given = map(contiguous, (grad_new, grad_h, grad_y, grad_squares))
         grads = exchange_backward_op(X, f, lane, w, gain, pre, rho, q, *given)
@@ -501,7 +499,7 @@ class Exchange(torch.autograd.Function):
             grad_f = grad_lane = None
         else:
             grad_lane = grad_lane.sum(0)
-        grad_w = None if grad_y is None else grad_w.sum(0).to(w.dtype)
+        grad_w = None if w is None else grad_w.sum(0).to(w.dtype)
         return grad_x, grad_f, grad_lane, grad_w, *[None] * 6
 
 

@@ -117,7 +117,10 @@ def bench_in_turn(i, argv, speeds, out, ready, turn):
 def main():
     configure(globals(), argv=sys.argv[1:])
     FOLDER.mkdir(parents=True, exist_ok=True)
-    chosen = {name: argv for name, argv in PROCESSES.items() if name.startswith(only)}
+    able = {name: argv for name, argv in PROCESSES.items() if nanogpt_model or RACE not in argv}
+    chosen = {name: argv for name, argv in able.items() if name.startswith(only)}
+    if not chosen and only.startswith("race"):
+        raise SystemExit("race: give --nanogpt_model=PATH, the path of nanoGPT's model.py")
     if not chosen:
         raise SystemExit(f"only={only!r}: no name starts so: {', '.join(PROCESSES)}")
     machine.prepare_process(machine.pick_device(DEVICE))

@@ -44,8 +44,6 @@ DEPTHS = (4, 8, 16, 32)
 OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
 JUDGED = {mode: (mode, {}) for mode in RESIDUALS}  # name: (mode, its own settings)
 JUDGED |= {"ihc, 2 streams": ("ihc", {"hc_streams": 2})}
-NEW_SEEDS = range(9, 17)  # they test a verdict of the first seeds again
-NEAR = (0.7, 1.0, 1.4)  # pre-norm's lengths with these seeds
 COPIES = 0.75  # a model copies if repeated characters cost less than this share of the first time
 study.record = True  # read results/ only
 
@@ -171,24 +169,27 @@ def judge_facts():
 
 
 def again_facts():
-    """ihc with two streams against pre-norm with NEW_SEEDS, settings as before, alone and with the
-    first seeds.
+    """ihc with two streams against pre-norm with 8 more seeds, settings as before: these alone, and
+    with the first ones.
     """
     name, usual = "ihc, 2 streams", scale_of("muon")
     trained, ratios = judged("muon")
 
-    def lines_of(name, seeds, length=1.0):
+    def lines_of(name, length=1.0):
         mode, change = JUDGED[name]
         how = usual | change, mode, trained[name][0]
-        return find("judge", [judge.settings(*how, seed, length) for seed in seeds])
+        return find("judge", judge.of_seeds(*how, 2 * judge.seeds, length))
 
-    for what, seeds in (("new seeds", NEW_SEEDS), ("16 seeds", range(1, NEW_SEEDS.stop))):
-        ours, theirs = lines_of(name, seeds), {n: lines_of(BASELINE, seeds, n) for n in NEAR}
-        by_length = {n: losses_of(lines) for n, lines in theirs.items()}
-        at_time = [stats.gap_at(ratio, losses_of(ours), by_length) for ratio in ratios[name]]
-        yield f"{name}, {what}, at equal steps", plus_minus(gap_of(ours, theirs[1.0]))
-        yield f"{name}, {what}, at equal time", plus_minus(at_time[1])
-        yield f"{name}, {what}, verdict", verdict(at_time)
+    ours, lengths = lines_of(name), (1.0, *judge.lengths({name: ratios[name]}))
+    theirs = {length: lines_of(BASELINE, length) for length in lengths}
+    for what, first in (("new seeds", judge.seeds), ("16 seeds", 0)):
+        others = {length: lines[first:] for length, lines in theirs.items()}
+        how = trained[name][0], ours[first:], others, ratios[name]
+        found = judge.compare(name, *how)
+        difference, word = decided(found["times"])
+        yield f"{name}, {what}, at equal steps", plus_minus(found["steps"])
+        yield f"{name}, {what}, at equal time", difference
+        yield f"{name}, {what}, verdict", word
 
 
 def leads(ours, theirs, steps):
@@ -524,15 +525,8 @@ def brief():
 # ------------------------------------------------------------------------------------------------
 # The pages
 
-FACTS = (
-    judge_facts,
-    again_facts,
-    verdict_facts,
-    mixture_facts,
-    lead_facts,
-    default_facts,
-    speed_facts,
-)
+FACTS = (judge_facts, again_facts, verdict_facts, mixture_facts, lead_facts)
+FACTS += (default_facts, speed_facts)
 TABLES = {
     "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"), "at size": at_size,
     "depths": depths, "early": early, "mixtures": mixtures, "speed": speed,
