@@ -42,13 +42,14 @@ if not (torch.cuda.is_available() or interpreted):
 #
 #     exchange            write of one sublayer, read of the next: X n, f 1; new X n, h 1
 #     reading             gradients of h_pre and of the norm: new X n, that of h 1
+#                         (smhc, whose h_pre is given: only of the norm, from h 1, its gradient 1)
 #     exchange backward   X n, f 1, gradients of new X n and of h 1; of X n, of f 1. It writes new X
 #                         again, into registers
 #     sinkhorn            n^2 numbers a token; its backward keeps 39 n more while it runs
 #
-# That is 30 passes a sublayer if n = 4. Partial sums of gradients, in float32, take 0.8 (ihc) to
-# 2.3 more if X is bfloat16. The maps in between, a few numbers a token, are plain lines of
-# streams.py.
+# That is 30 passes a sublayer if n = 4, or 27 in smhc. Partial sums of gradients, in float32, take
+# 0.4 (ihc) to 1.9 (smhc) more if X is bfloat16. The maps in between, a few numbers a token, are
+# plain lines of streams.py.
 #
 # What a program reads again counts as nothing, because it should still be in the L2: exchange reads
 # new X again for h, if h needs sums over all of it, and h for its norm, and its backward X, for M.
@@ -59,6 +60,7 @@ if not (torch.cuda.is_available() or interpreted):
 #
 # The gradient of h has two parts. `Reading` sends one to h_pre, which a second kernel must know
 # before the maps' own gradients. `Exchange` gets the other, and all gradients of X, in one pass.
+# In smhc it sends both.
 
 MOST_STREAMS = 4  # with more of them, threads would need more registers than there are
 LEAST_TOKENS = 1024  # with fewer, as in decoding, too few programs run; not timed
@@ -236,7 +238,7 @@ def exchange_kernel(
 
 @triton.jit
 def reading_kernel(
-    X, Grad, Pre, Rho, Gain, Grad_pre, Q, Grad_gain, N, C: tl.constexpr, n: tl.constexpr,
+    X, Grad, Pre, Rho, Gain, Grad_pre, Q, N, C: tl.constexpr, n: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     normed: tl.constexpr = Gain is not None
@@ -254,8 +256,6 @@ def reading_kernel(
         xs, u = tiles(X, at, size, mask, n), up(tl.load(Grad + at, mask, 0.0))
         h = weighted(pre, xs, n)
         if normed:
-            of_gain = tl.sum(u * h * rho[:, None], 0)
-            tl.store(Grad_gain + tl.program_id(0) * C + columns, of_gain, columns < C)
             u *= up(tl.load(Gain + columns, columns < C, 0.0))
         new, more = (), ()
         for i in tl.static_range(n):
@@ -276,13 +276,15 @@ def reading_kernel(
 @triton.jit
 def exchange_backward_kernel(
     X, F, Lane, W, Gain, Pre, Rho, Q, Grad_new, Grad_h, Grad_y, Grad_squares,
-    Grad_x, Grad_f, Grad_lane, Grad_w, N, chunk, C: tl.constexpr, n: tl.constexpr,
-    R: tl.constexpr, RP: tl.constexpr, mixes: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    Grad_x, Grad_f, Grad_lane, Grad_pre, Grad_w, Grad_gain, N, chunk,
+    C: tl.constexpr, n: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, mixes: tl.constexpr,
+    given: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     writes: tl.constexpr = F is not None
     reads: tl.constexpr = Grad_h is not None
     normed: tl.constexpr = reads and Gain is not None
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
+    zero = up(tl.zeros((BT, BC), Grad_x.dtype.element_ty))
     row, size = tl.arange(0, RP), tl.cast(N, tl.int64) * C
     entries: tl.constexpr = n + n * n if mixes else n
     if R > 0:
@@ -293,6 +295,7 @@ def exchange_backward_kernel(
             ws = ws + (rounded(up(tl.load(W + offset + i * C, used, 0.0))),)
     if normed:
         gain = up(tl.load(Gain + columns, columns < C, 0.0))
+        of_gain = gain * 0
     first = tl.program_id(1) * chunk
     for start in range(first, tl.minimum(first + chunk, N), BT):
         rows = start + tl.arange(0, BT)
@@ -307,18 +310,23 @@ def exchange_backward_kernel(
             if normed:
                 rho = tl.load(Rho + rows, live, 0.0)
                 k = rho * rho * rho * tl.load(Q + rows, live, 0.0) / C
-                u = rho[:, None] * u * gain - k[:, None] * weighted(pre, new, n)
+                h, u = weighted(pre, new, n), rho[:, None] * u
+                of_gain += tl.sum(u * h, 0)
+                u = u * gain - k[:, None] * h
         if R > 0:
             grad_y = tl.load(Grad_y + rows[:, None] * R + row, live[:, None] & (row < R), 0.0)
             grad_y = rounded(grad_y)
             twice, summed = numbers(Grad_squares, rows, n, live, 0, n), ()
         grads = ()
         for i in tl.static_range(n):
-            grad = new[i] * 0
+            grad = zero
             if Grad_new is not None:
                 grad += up(tl.load(Grad_new + i * size + at, mask, 0.0))
             if reads:
                 grad += pre[i] * u
+            if given:
+                of_pre = Grad_pre + (tl.program_id(0) * N + rows) * n + i
+                tl.store(of_pre, tl.sum(u * new[i], 1), live)
             if R > 0:
                 grad += 2 * twice[i] * new[i]
                 grad = rough_product(grad_y, ws[i], grad)
@@ -342,6 +350,8 @@ def exchange_backward_kernel(
                 grads = mixed
         for i in tl.static_range(n):
             tl.store(Grad_x + i * size + at, grads[i].to(Grad_x.dtype.element_ty), mask)
+    if normed:
+        tl.store(Grad_gain + tl.program_id(1) * C + columns, of_gain, columns < C)
     if R > 0:
         for i in tl.static_range(n):
             of_chunk = Grad_w + tl.program_id(1) * (R * n * C)
@@ -432,38 +442,39 @@ def exchange_op(
 def exchange_backward_op(
     X: Tensor, f: Tensor | None, lane: Tensor | None, w: Tensor | None,
     gain: Tensor | None, pre: Tensor, rho: Tensor, q: Tensor | None, grad_new: Tensor | None,
-    grad_h: Tensor | None, grad_y: Tensor | None, grad_squares: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_h: Tensor | None, grad_y: Tensor | None, grad_squares: Tensor | None, given: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of X and f, and partial sums of those of lane, pre, W and the gain"""
     n, *shape, C = X.shape
     N, R = math.prod(shape), 0 if w is None else w.size(0)
-    BC, chunk = min(64, power_above(C)), 512
+    BC, chunk = min(64, power_above(C)), 1024  # at N = 4096, C = 2048: 128 programs, 132 SMs
+    across, along = triton.cdiv(C, BC), triton.cdiv(N, chunk)
     dtype = torch.promote_types(X.dtype, torch.float32)
+    empty = lambda wanted, *size: X.new_empty(*size if wanted else (0,), dtype=dtype)
     grad_x = torch.empty_like(X)
     grad_f = X.new_empty(0) if f is None else torch.empty_like(f)
-    entries = 0 if lane is None else lane.size(-1)
-    grad_lane = X.new_empty((triton.cdiv(C, BC), *shape, entries) if entries else 0, dtype=dtype)
-    grad_w = X.new_empty((triton.cdiv(N, chunk), R, n * C) if R else 0, dtype=dtype)
-    wrap_triton(exchange_backward_kernel)[(triton.cdiv(C, BC), triton.cdiv(N, chunk))](
+    grad_lane = empty(f is not None, across, *shape, 0 if lane is None else lane.size(-1))
+    grad_pre, grad_w = empty(given, across, *shape, n), empty(R, along, R, n * C)
+    grad_gain = empty(gain is not None and grad_h is not None, along, C)
+    wrap_triton(exchange_backward_kernel)[(across, along)](
         X, f, lane, w, gain, pre, rho, q, grad_new, grad_h, grad_y, grad_squares,
-        grad_x, grad_f, grad_lane, grad_w, N, chunk, C, n, R, power_above(R), has_M(lane, n),
-        16, BC, num_warps=8, num_stages=1,
+        grad_x, grad_f, grad_lane, grad_pre, grad_w, grad_gain, N, chunk,
+        C, n, R, power_above(R), has_M(lane, n), given, 16, BC, num_warps=8, num_stages=1,
     )  # fmt: skip
-    return grad_x, grad_f, grad_lane, grad_w
+    return grad_x, grad_f, grad_lane, grad_pre, grad_w, grad_gain
 
 
 @triton_op("residual::reading", mutates_args={})
 def reading_op(
     X: Tensor, grad: Tensor, pre: Tensor, rho: Tensor, gain: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     n, *shape, C = X.shape
     N = math.prod(shape)
     grad_pre, q = torch.empty_like(pre), torch.empty_like(rho)
-    grad_gain = rho.new_empty(0 if gain is None else (triton.cdiv(N, 16), C))
     wrap_triton(reading_kernel)[(triton.cdiv(N, 16),)](
-        X, grad, pre, rho, gain, grad_pre, q, grad_gain, N, C, n, 16, min(64, power_above(C)),
-        num_warps=8,
-    )  # fmt: skip
-    return grad_pre, q, grad_gain
+        X, grad, pre, rho, gain, grad_pre, q, N, C, n, 16, min(64, power_above(C)), num_warps=8
+    )
+    return grad_pre, q
 
 
 def write(X, f, maps):
@@ -479,6 +490,7 @@ class Exchange(torch.autograd.Function):
         new = X.view_as(X) if f is None else new
         y, squares, pre, rho, h = found
         ctx.save_for_backward(X, f, lane, w, gain, pre, rho)
+        ctx.given = source == GIVEN
         ctx.mark_non_differentiable(pre)
         ctx.set_materialize_grads(False)
         return new, *found
@@ -493,18 +505,19 @@ class Exchange(torch.autograd.Function):
         if not pre.numel():  # compiled, an output that nobody used has zeros, not None
             grad_h = None
         given = map(contiguous, (grad_new, grad_h, grad_y, grad_squares))
-        grads = exchange_backward_op(X, f, lane, w, gain, pre, rho, q, *given)
-        grad_x, grad_f, grad_lane, grad_w = grads
-        if f is None:
-            grad_f = grad_lane = None
-        else:
-            grad_lane = grad_lane.sum(0)
-        grad_w = None if w is None else grad_w.sum(0).to(w.dtype)
-        return grad_x, grad_f, grad_lane, grad_w, *[None] * 6
+        grad_x, grad_f, *parts = exchange_backward_op(
+            X, f, lane, w, gain, pre, rho, q, *given, ctx.given and grad_h is not None
+        )
+        sums = [part.sum(0) if part.numel() else None for part in parts]
+        grad_lane, grad_pre, grad_w, grad_gain = sums
+        grad_f = None if f is None else grad_f
+        return grad_x, grad_f, grad_lane, grad_w, None, grad_pre, grad_gain, *[None] * 3
 
 
 class Reading(torch.autograd.Function):
-    """h, whose gradient also reaches pre and the gain. Exchange gets the rest of it."""
+    """h, whose gradient also reaches pre. Exchange gets the rest of it, and for the norm q, as the
+    gradient of rho.
+    """
 
     @staticmethod
     def forward(ctx, h, rho, wanted, gain, X, pre):
@@ -515,9 +528,22 @@ class Reading(torch.autograd.Function):
     def backward(ctx, grad):
         X, pre, rho, gain = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_pre, q, grad_gain = reading_op(X, grad, pre, rho, gain)
-        of_gain = None if gain is None else grad_gain.sum(0).to(gain.dtype)
-        return grad, q, grad_pre, of_gain, None, None
+        grad_pre, q = reading_op(X, grad, pre, rho, gain)
+        return grad, q, grad_pre, None, None, None
+
+
+class Normed(torch.autograd.Function):
+    """h after its norm, if pre was given: Exchange gets its gradient, and q as that of rho."""
+
+    @staticmethod
+    def forward(ctx, h, rho):
+        ctx.save_for_backward(h, rho)
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx, grad):
+        h, rho = ctx.saved_tensors
+        return grad, (grad.to(rho.dtype) * h).sum(-1, keepdim=True) / rho
 
 
 @triton_op("residual::sinkhorn", mutates_args={})

@@ -320,7 +320,10 @@ class Streams(PreNorm):
         found = kernels.Exchange.apply(stream.x, *waiting, *how)
         X, products, squares, used, rho, h = found
         pre, lane = maps_of(products, squares)
-        h = kernels.Reading.apply(h, rho, pre, gain, X, used)
+        if source != kernels.GIVEN:
+            h = kernels.Reading.apply(h, rho, pre, gain, X, used)
+        elif rms:
+            h = kernels.Normed.apply(h, rho)
         return h if rms else self.norm(h), stream.replace(x=X, sources=()), lane
 
     def skip(self, old, new, runs):

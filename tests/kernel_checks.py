@@ -339,8 +339,8 @@ def by_kernels(monkeypatch):
 
     def read(X, pre):
         pre = torch.cat([*pre], -1)
-        X, _, _, own, rho, h = first(X, None, None, pre, None, kernels.GIVEN, 0.0, 0.0)
-        return kernels.Reading.apply(h, rho, pre, None, X, own)
+        *_, h = first(X, None, None, pre, None, kernels.GIVEN, 0.0, 0.0)
+        return h
 
     def write(X, M, post, f):
         maps = torch.cat([*post, *sum(map(list, M or ()), [])], -1)
