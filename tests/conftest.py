@@ -1,5 +1,5 @@
 """Fixtures of test_all.py, for the tests in this folder."""
 
-from test_all import data, over_ranks, runs, texts
+from test_all import data, over_ranks, quick_compiler, runs, texts
 
-__all__ = ["data", "over_ranks", "runs", "texts"]
+__all__ = ["data", "over_ranks", "quick_compiler", "runs", "texts"]

@@ -22,6 +22,7 @@ import gpu
 import numpy as np
 import pytest
 import torch
+from test_designs import some_lanes
 from test_lora import write_conversations
 
 import bhyt
@@ -42,7 +43,6 @@ from test_all import (
     refuses,
     script,
     shaken,
-    some_lanes,
     tiny,
     train,
     write_texts,
