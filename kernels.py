@@ -42,25 +42,30 @@ if not (torch.cuda.is_available() or interpreted):
 #
 #     exchange            write of one sublayer, read of the next: X n, f 1; new X n, h 1
 #     reading             gradients of h_pre and of the norm: new X n, that of h 1
-#                         (smhc, whose h_pre is given: only of the norm, from h 1, its gradient 1)
+#                         (smhc, whose h_pre is given: `Normed`, compiled lines, h 1, that of h 1)
 #     exchange backward   X n, f 1, gradients of new X n and of h 1; of X n, of f 1. It writes new X
 #                         again, into registers
 #     sinkhorn            n^2 numbers a token; its backward keeps 39 n more while it runs
 #
-# That is 30 passes a sublayer if n = 4, or 27 in smhc. Partial sums of gradients, in float32, take
-# 0.4 (ihc) to 1.9 (smhc) more if X is bfloat16. The maps in between, a few numbers a token, are
-# plain lines of streams.py.
+# That is 30 passes a sublayer if n = 4, or 27 in smhc. Partial sums of gradients, in float32, add
+# 0.4 (ihc) to 1.9 (smhc), written and read, if X is bfloat16. The maps in between, a few numbers a
+# token, are plain lines of streams.py.
 #
 # What a program reads again counts as nothing, because it should still be in the L2: exchange reads
 # new X again for h, if h needs sums over all of it, and h for its norm, and its backward X, for M.
 # For large C the L2 may be too small for that. Each program of exchange reads all of W, from the
-# L2: if W has 24 rows, this is as much as what the 16 tokens of a program read and write.
+# L2: if W has 24 rows and X is bfloat16, this is a little more than what the 16 tokens of a program
+# read and write.
 #
 # h is rounded to its dtype before its norm and after it; the plain lines round it once.
 #
 # The gradient of h has two parts. `Reading` sends one to h_pre, which a second kernel must know
-# before the maps' own gradients. `Exchange` gets the other, and all gradients of X, in one pass.
-# In smhc it sends both.
+# before the maps' own gradients. `Exchange` gets the other, and all gradients of X, in one pass. In
+# smhc h_pre is an input of `Exchange`, which sends both parts.
+#
+# With rho = 1 / rms(h), a norm gives rho gain h. Its gradient g becomes rho gain g - rho^3 q h / C,
+# where q = <gain g, h>: `Reading` or `Normed` computes q, and sends it to `Exchange` as if it were
+# the gradient of rho.
 
 MOST_STREAMS = 4  # with more of them, threads would need more registers than there are
 LEAST_TOKENS = 1024  # with fewer, as in decoding, too few programs run; not timed
@@ -504,10 +509,10 @@ class Exchange(torch.autograd.Function):
             grad_squares = zeros(len(X)) if grad_squares is None else grad_squares
         if not pre.numel():  # compiled, an output that nobody used has zeros, not None
             grad_h = None
-        given = map(contiguous, (grad_new, grad_h, grad_y, grad_squares))
-        grad_x, grad_f, *parts = exchange_backward_op(
-            X, f, lane, w, gain, pre, rho, q, *given, ctx.given and grad_h is not None
-        )
+        grads = map(contiguous, (q, grad_new, grad_h, grad_y, grad_squares))
+        of_pre = ctx.given and grad_h is not None
+        found = exchange_backward_op(X, f, lane, w, gain, pre, rho, *grads, of_pre)
+        grad_x, grad_f, *parts = found
         sums = [part.sum(0) if part.numel() else None for part in parts]
         grad_lane, grad_pre, grad_w, grad_gain = sums
         grad_f = None if f is None else grad_f
@@ -515,9 +520,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Reading(torch.autograd.Function):
-    """h, whose gradient also reaches pre. Exchange gets the rest of it, and for the norm q, as the
-    gradient of rho.
-    """
+    """h, whose gradient also reaches pre. Exchange gets the rest of it, and q."""
 
     @staticmethod
     def forward(ctx, h, rho, wanted, gain, X, pre):
@@ -533,7 +536,7 @@ class Reading(torch.autograd.Function):
 
 
 class Normed(torch.autograd.Function):
-    """h after its norm, if pre was given: Exchange gets its gradient, and q as that of rho."""
+    """h after its norm, if pre was given: Exchange gets its gradient, and q."""
 
     @staticmethod
     def forward(ctx, h, rho):

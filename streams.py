@@ -36,13 +36,14 @@ the s are 0.01, and at "deepseek", as in the code of DeepSeek-V4, they are 1; th
 Equal streams with zero maps would stay equal for ever; a random W parts them once the s move.
 
 Cost: n streams take n times the reads and writes of the stream, and `recompute` keeps n times the
-bytes. wide has no products, and smhc can write, make the next maps and read in one pass over X.
+bytes (with kernels n + 1 times). wide has no products, and smhc can write, make the next maps and
+read in one pass over X.
 
 With Mixture of Depths, a token that skips a sublayer mixes nothing and writes nothing. In smhc it
 hands on the pre that it got.
 
 Differs from the papers:
-- Maps are float32, whatever the dtype of the stream.
+- Maps are float32, whatever the dtype of the stream; products with gated's D and U are not.
 - Eq. 2 has an RMSNorm without a gain, because W can learn one.
 - The start of W in mhc is ours (W z has variance 1), and so is b = 0 at "paper".
 - In smhc the start of the maps is that of mhc. In gated U starts at 0, so all gates are 1/2, and
@@ -312,7 +313,8 @@ class Streams(PreNorm):
 
     def fetch(self, stream, source, given, maps_of, w, s, eps):
         """read with kernels: (h, the stream, maps for write). maps_of makes h_pre and these maps
-        from W vec(X) and the sums of squares. source, given, s: how the kernel makes h_pre."""
+        from W vec(X) and the sums of squares. source, given, s: how the kernel makes h_pre, or that
+        it is given (smhc)."""
         rms = type(self.norm) is RMSNorm
         gain, norm_eps = (self.norm.gain, self.norm.eps) if rms else (None, 0.0)
         waiting = stream.sources or (None, None)

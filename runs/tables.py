@@ -38,8 +38,9 @@ from model import RESIDUALS
 
 RESULTS = ROOT / "results"
 PAGES = ("RESULTS.md", "README.md", "results/more.md")
-SEEDS = (judge.seeds, 5)  # numbers of seeds that a mode may have, the most first
+SEEDS = (judge.seeds, 6, 5)  # numbers of seeds that a mode may have, the most first
 BASELINE = judge.baseline
+LONGER = (1.4,)  # lengths of the baseline on English: the designs there take longer than it
 DEPTHS = (4, 8, 16, 32)
 OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
 JUDGED = {mode: (mode, {}) for mode in RESIDUALS}  # name: (mode, its own settings)
@@ -77,19 +78,20 @@ def step_times(optimizer):
 
 
 @cache
-def judged(optimizer):
+def judged(optimizer, file="judge"):
     """({name: what judge.train returns}, {name: median_interval of its time}) of what is JUDGED.
 
-    The baseline has all lengths that its comparisons need.
+    The baseline has the lengths that its comparisons need. file: the name of that of the lines;
+    times of steps do not depend on the text.
     """
-    usual, lines_of, trained = scale_of(optimizer), partial(find, "judge"), {}
+    usual, lines_of, trained = scale_of(optimizer), partial(find, file), {}
     for name, (mode, change) in JUDGED.items():
         found = with_most_seeds(SEEDS, partial(judge.train, usual | change, mode, lines_of))
         if found:
             trained[name] = found
     ratios = {name: each for name, each in step_times(optimizer).items() if name in trained}
     choice, lines = trained[BASELINE]
-    lengths = judge.lengths(ratios)
+    lengths = judge.lengths(ratios) if file == "judge" else LONGER
     try:
         own = judge.choices_at(usual, BASELINE, choice, lines_of, lengths)
     except NotFinished:  # the first runs are older than the tuning for these lengths
@@ -104,9 +106,9 @@ def judged(optimizer):
 
 
 @cache
-def compared(optimizer):
+def compared(optimizer, file="judge"):
     """judge.compare of all judged modes, best at equal steps first and diverged ones last."""
-    found = judge.compared(*judged(optimizer))
+    found = judge.compared(*judged(optimizer, file))
     return sorted(found, key=lambda each: each["steps"] or (math.inf, 0))
 
 
@@ -115,13 +117,13 @@ def judged_lines(optimizer, mode):
     return judged(optimizer)[0][mode][1][1.0]
 
 
-def modes(optimizer):
+def modes(optimizer, file="judge"):
     """The judge's table with verdicts after Holm's correction. The baseline is first, also with
     half and twice its learning rate.
 
     At equal time the least certain of the intervals at the three ratios is corrected.
     """
-    found = compared(optimizer)
+    found = compared(optimizer, file)
     least_certain = lambda gaps, n: max(gaps, key=lambda gap: stats.p_value(gap, n))
     of_steps = {each["mode"]: (each["steps"], each["n"]) for each in found if each["steps"]}
     of_time = {each["mode"]: (least_certain(each["times"], each["n"]), each["n"])
@@ -130,10 +132,10 @@ def modes(optimizer):
     head = ["mode", "seeds", *judge.HEAD[2:5], "after Holm", *judge.HEAD[5:-1]]
     head += ["after Holm, time", judge.HEAD[-1]]
 
-    choice, lines = judged(optimizer)[0][BASELINE]
+    choice, lines = judged(optimizer, file)[0][BASELINE]
     name, _, *rest = judge.cells_of_baseline(choice, lines)
     rows = [[name, len(lines[1.0]), *rest[:3], "", *rest[3:-1], "", rest[-1]]]
-    for name in ("half", "twice"):
+    for name in ("half", "twice") if file == "judge" else ():
         theirs = lines[name]
         cells = f"{BASELINE} at {name} its rate", len(theirs), f"{mean(losses_of(theirs)):.4f}"
         gap = gap_of(theirs, lines[1.0])
@@ -528,7 +530,8 @@ def brief():
 FACTS = (judge_facts, again_facts, verdict_facts, mixture_facts, lead_facts)
 FACTS += (default_facts, speed_facts)
 TABLES = {
-    "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"), "at size": at_size,
+    "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"),
+    "english": partial(modes, "muon", "english"), "at size": at_size,
     "depths": depths, "early": early, "mixtures": mixtures, "speed": speed,
     "brief": lambda: (("mode", "worth", "cost"), [*brief()]),
     "facts": lambda: (("fact", "value"), [row for facts in FACTS for row in facts()]),

@@ -237,6 +237,7 @@ KINDS = {
     "ihc, wider": dict(residual="ihc", n_embd=72),
     "ihc, a router": ROUTER | dict(residual="ihc"),
     "smhc, 2 streams": dict(residual="smhc", hc_streams=2),
+    "smhc, layer norm": dict(residual="smhc", norm="layer"),
     "smhc, a router": ROUTER | dict(residual="smhc"),
 }
 
@@ -246,7 +247,7 @@ KINDS = {
 def test_a_model_with_kernels_equals_the_plain_one(monkeypatch, kind):
     """38 tokens fill no block of tokens."""
     model, idx = shaken(tiny(**KINDS[kind])).double(), some_ids(2, 19)
-    model.recompute = kind in ("nag", "attnres", "ihc")
+    model.recompute = kind in ("nag", "attnres", "ihc", "smhc, 2 streams")
     results = []
     for uses in (False, True):
         use_kernels(monkeypatch, uses)
