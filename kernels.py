@@ -68,6 +68,7 @@ if not (torch.cuda.is_available() or interpreted):
 # the gradient of rho.
 
 MOST_STREAMS = 4  # with more of them, threads would need more registers than there are
+TOKENS = 32  # of a program that makes maps
 LEAST_TOKENS = 1024  # with fewer, as in decoding, too few programs run; not timed
 NONE, GIVEN, SIGMOID, TANH = 0, 1, 2, 3  # h_pre: none, given, of Eq. 4, of Eq. 3
 
@@ -281,7 +282,7 @@ def reading_kernel(
 @triton.jit
 def exchange_backward_kernel(
     X, F, Lane, W, Gain, Pre, Rho, Q, Grad_new, Grad_h, Grad_y, Grad_squares,
-    Grad_x, Grad_f, Grad_lane, Grad_pre, Grad_w, Grad_gain, N, chunk,
+    Grad_x, Grad_f, Grad_lane, Grad_pre, Parts, N, chunk,
     C: tl.constexpr, n: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, mixes: tl.constexpr,
     given: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -355,57 +356,158 @@ def exchange_backward_kernel(
                 grads = mixed
         for i in tl.static_range(n):
             tl.store(Grad_x + i * size + at, grads[i].to(Grad_x.dtype.element_ty), mask)
+    of_w: tl.constexpr = R * n * C  # numbers of W, before those of the gain
+    part = Parts + tl.program_id(1) * (of_w + C if normed else of_w)
     if normed:
-        tl.store(Grad_gain + tl.program_id(1) * C + columns, of_gain, columns < C)
+        tl.store(part + of_w + columns, of_gain, columns < C)
     if R > 0:
         for i in tl.static_range(n):
-            of_chunk = Grad_w + tl.program_id(1) * (R * n * C)
-            tl.store(of_chunk + offset + i * C, sums[i], used)
+            tl.store(part + offset + i * C, sums[i], used)
 
 
 @triton.jit
-def sinkhorn_kernel(
-    Logits, Grad, Out, Factors, N, iters, eps: tl.constexpr, n: tl.constexpr, n2: tl.constexpr,
-    BT: tl.constexpr,
-):  # fmt: skip
-    """Factors: 1 / (sum + eps) of each step. A step back multiplies by the sum again."""
-    backward: tl.constexpr = Grad is not None
-    token, one = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, n2)
-    at = token.to(tl.int64)[:, None, None] * (n * n) + one[:, None] * n + one
-    used = (token < N)[:, None, None] & (one < n)[:, None] & (one < n)
-    of_step = token.to(tl.int64)[:, None] * n + one
-    kept, step = (token < N)[:, None] & (one < n), tl.cast(N, tl.int64) * n
-    logits = tl.load(Logits + at, used, float("-inf"))
+def sinkhorn(
+    logits, used, Factors, of_step, step, kept, iters, eps: tl.constexpr, keeps: tl.constexpr
+):
+    """(M, the softmax) of Eq. 5. Factors: 1 / (sum + eps) of each step, if a backward follows"""
     p = tl.exp(logits - tl.max(tl.where(used, logits, -1e30), 2)[:, :, None])
     p /= tl.maximum(tl.sum(p, 2), 1e-30)[:, :, None]
     M = tl.where(used, p + eps, 0.0)
     columns = 1 / (tl.sum(M, 1) + eps)
     M *= columns[:, None, :]
-    if backward:
+    if keeps:
         tl.store(Factors + of_step, columns, kept)
     for i in range(1, iters):
         rows = 1 / (tl.sum(M, 2) + eps)
         M *= rows[:, :, None]
         columns = 1 / (tl.sum(M, 1) + eps)
         M *= columns[:, None, :]
-        if backward:
+        if keeps:
             tl.store(Factors + (2 * i - 1) * step + of_step, rows, kept)
             tl.store(Factors + 2 * i * step + of_step, columns, kept)
-    if backward:
-        tl.debug_barrier()
-        grad = tl.load(Grad + at, used, 0.0)
-        for i in range(1, iters):
-            back = Factors + 2 * (iters - i) * step + of_step
-            factor = tl.load(back, kept, 1.0)
-            grad = factor[:, None, :] * (grad - tl.sum(grad * M, 1)[:, None, :])
-            M /= factor[:, None, :]
-            factor = tl.load(back - step, kept, 1.0)
-            grad = factor[:, :, None] * (grad - tl.sum(grad * M, 2)[:, :, None])
-            M /= factor[:, :, None]
-        factor = tl.load(Factors + of_step, kept, 1.0)
+    return M, p
+
+
+@triton.jit
+def sinkhorn_backward(grad, M, p, Factors, of_step, step, kept, iters):
+    """The gradient of the logits. A step back multiplies by the sum again."""
+    tl.debug_barrier()
+    for i in range(1, iters):
+        back = Factors + 2 * (iters - i) * step + of_step
+        factor = tl.load(back, kept, 1.0)
         grad = factor[:, None, :] * (grad - tl.sum(grad * M, 1)[:, None, :])
-        M = p * (grad - tl.sum(grad * p, 2)[:, :, None])
-    tl.store(Out + at, M, used)
+        M /= factor[:, None, :]
+        factor = tl.load(back - step, kept, 1.0)
+        grad = factor[:, :, None] * (grad - tl.sum(grad * M, 2)[:, :, None])
+        M /= factor[:, :, None]
+    factor = tl.load(Factors + of_step, kept, 1.0)
+    grad = factor[:, None, :] * (grad - tl.sum(grad * M, 1)[:, None, :])
+    return p * (grad - tl.sum(grad * p, 2)[:, :, None])
+
+
+@triton.jit
+def squashed(y, scale, s, b, tanh: tl.constexpr):
+    """(tanh(z), s tanh(z) + b) or (z, s z + b), where z = y scale"""
+    z = y * scale
+    if tanh:
+        z = 2 / (1 + tl.exp(-2 * z)) - 1
+    return z, s * z + b
+
+
+@triton.jit
+def of_squashed(grad, z, y, scale, s, tanh: tl.constexpr):
+    """The gradients of y, of scale and of s, before their sums"""
+    of_z = s * grad
+    if tanh:
+        of_z *= 1 - z * z
+    return of_z * scale, of_z * y, grad * z
+
+
+@triton.jit
+def maps_kernel(
+    Y, Squares, S, B, Grad_pre, Grad_lane, Pre, Lane, Grad_y, Grad_squares, Factors, Parts, N,
+    iters, eps: tl.constexpr, C: tl.constexpr, n: tl.constexpr, n2: tl.constexpr, R: tl.constexpr,
+    sums: tl.constexpr, mixes: tl.constexpr, tanh: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Maps of BT tokens, or with Grad_lane the gradients of what they are made of. Parts: sums over
+    these tokens for B, then S."""
+    backward: tl.constexpr = Grad_lane is not None
+    entries: tl.constexpr = n + n * n if mixes else n
+    stride: tl.constexpr = n + 2 if tanh else 1  # of the entries of streams in Y and B
+    post: tl.constexpr = 1 if tanh else n  # where h_post is there
+    mix: tl.constexpr = 2 if tanh else 2 * n  # where M is
+    token, one = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, n2)
+    kept, own = (token < N)[:, None] & (one < n), one < n
+    token, step = token.to(tl.int64)[:, None], tl.cast(N, tl.int64) * n
+    of_stream = token * n + one
+    total = tl.load(Squares + of_stream, kept, 0.0)
+    if not tanh:
+        total = tl.sum(total, 1)[:, None]
+    size: tl.constexpr = C if tanh else n * C
+    scale = tl.rsqrt(total / size + eps)
+
+    s_pre, s_post = up(tl.load(S)), up(tl.load(S + 1))
+    at = token * R + one * stride
+    y_pre, y_post = tl.load(Y + at, kept, 0.0), tl.load(Y + at + post, kept, 0.0)
+    b_pre = up(tl.load(B + one * stride, own, 0.0))
+    b_post = up(tl.load(B + one * stride + post, own, 0.0))
+    z_pre, h_pre = squashed(y_pre, scale, s_pre, b_pre, tanh)
+    z_post, h_post = squashed(y_post, scale, s_post, b_post, tanh)
+    if not tanh:  # Eq. 4
+        h_pre, h_post = 1 / (1 + tl.exp(-h_pre)), 1 / (1 + tl.exp(-h_post))
+    if mixes:
+        used, inside = kept[:, :, None] & own, own[:, None] & own
+        s_mix = up(tl.load(S if tanh else S + 2))
+        square = one[:, None] * (n + 2 if tanh else n) + one + mix
+        b_mix = up(tl.load(B + square, inside, 0.0))
+        y_mix = tl.load(Y + token[:, :, None] * R + square, used, 0.0)
+        z_mix, M = squashed(y_mix, scale[:, :, None], s_mix, b_mix, tanh)
+        if not tanh:
+            M = tl.where(used, M, float("-inf"))
+            M, p = sinkhorn(M, used, Factors, of_stream, step, kept, iters, eps, backward)
+        of_lane = token[:, :, None] * entries + n + one[:, None] * n + one
+
+    if not backward:
+        if tanh:
+            tl.store(Pre + of_stream, h_pre, kept)
+            tl.store(Lane + token * entries + one, h_post, kept)
+        else:
+            tl.store(Pre + of_stream, h_pre + eps, kept)
+            tl.store(Lane + token * entries + one, 2 * h_post, kept)
+        if mixes:
+            tl.store(Lane + of_lane, M, used)
+    else:
+        g_pre = tl.load(Grad_pre + of_stream, kept, 0.0)
+        g_post = tl.load(Grad_lane + token * entries + one, kept, 0.0)
+        if not tanh:
+            g_pre *= h_pre * (1 - h_pre)
+            g_post *= 2 * h_post * (1 - h_post)
+        of_pre, of_scale, of_s_pre = of_squashed(g_pre, z_pre, y_pre, scale, s_pre, tanh)
+        of_post, more, of_s_post = of_squashed(g_post, z_post, y_post, scale, s_post, tanh)
+        of_scale += more
+        tl.store(Grad_y + at, of_pre, kept)
+        tl.store(Grad_y + at + post, of_post, kept)
+        part = Parts + tl.program_id(0) * (R + sums)
+        tl.store(part + one * stride, tl.sum(g_pre, 0), own)
+        tl.store(part + one * stride + post, tl.sum(g_post, 0), own)
+        of_first = tl.sum(of_s_pre)
+        tl.store(part + R + 1, tl.sum(of_s_post))
+        if mixes:
+            g = tl.load(Grad_lane + of_lane, used, 0.0)
+            if not tanh:
+                g = sinkhorn_backward(g, M, p, Factors, of_stream, step, kept, iters)
+            of_mix, more, of_s_mix = of_squashed(g, z_mix, y_mix, scale[:, :, None], s_mix, tanh)
+            of_scale += tl.sum(more, 2)
+            tl.store(Grad_y + token[:, :, None] * R + square, of_mix, used)
+            tl.store(part + square, tl.sum(g, 0), inside)
+            if tanh:
+                of_first += tl.sum(of_s_mix)
+            else:
+                tl.store(part + R + 2, tl.sum(of_s_mix))
+        tl.store(part + R, of_first)
+        if not tanh:
+            of_scale = tl.broadcast_to(tl.sum(of_scale, 1)[:, None], (BT, n2))
+        tl.store(Grad_squares + of_stream, -0.5 / size * of_scale * scale * scale * scale, kept)
 
 
 def contiguous(x):
@@ -448,8 +550,8 @@ def exchange_backward_op(
     X: Tensor, f: Tensor | None, lane: Tensor | None, w: Tensor | None,
     gain: Tensor | None, pre: Tensor, rho: Tensor, q: Tensor | None, grad_new: Tensor | None,
     grad_h: Tensor | None, grad_y: Tensor | None, grad_squares: Tensor | None, given: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of X and f, and partial sums of those of lane, pre, W and the gain"""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of X and f, and partial sums of those of lane, of pre, and of W, then the gain"""
     n, *shape, C = X.shape
     N, R = math.prod(shape), 0 if w is None else w.size(0)
     BC, chunk = min(64, power_above(C)), 1024  # at N = 4096, C = 2048: 128 programs, 132 SMs
@@ -459,14 +561,14 @@ def exchange_backward_op(
     grad_x = torch.empty_like(X)
     grad_f = X.new_empty(0) if f is None else torch.empty_like(f)
     grad_lane = empty(f is not None, across, *shape, 0 if lane is None else lane.size(-1))
-    grad_pre, grad_w = empty(given, across, *shape, n), empty(R, along, R, n * C)
-    grad_gain = empty(gain is not None and grad_h is not None, along, C)
+    grad_pre, of_w = empty(given, across, *shape, n), R * n * C
+    parts = empty(True, along, of_w if gain is None or grad_h is None else of_w + C)
     wrap_triton(exchange_backward_kernel)[(across, along)](
         X, f, lane, w, gain, pre, rho, q, grad_new, grad_h, grad_y, grad_squares,
-        grad_x, grad_f, grad_lane, grad_pre, grad_w, grad_gain, N, chunk,
+        grad_x, grad_f, grad_lane, grad_pre, parts, N, chunk,
         C, n, R, power_above(R), has_M(lane, n), given, 16, BC, num_warps=8, num_stages=1,
     )  # fmt: skip
-    return grad_x, grad_f, grad_lane, grad_pre, grad_w, grad_gain
+    return grad_x, grad_f, grad_lane, grad_pre, parts
 
 
 @triton_op("residual::reading", mutates_args={})
@@ -513,8 +615,9 @@ class Exchange(torch.autograd.Function):
         of_pre = ctx.given and grad_h is not None
         found = exchange_backward_op(X, f, lane, w, gain, pre, rho, *grads, of_pre)
         grad_x, grad_f, *parts = found
-        sums = [part.sum(0) if part.numel() else None for part in parts]
-        grad_lane, grad_pre, grad_w, grad_gain = sums
+        grad_lane, grad_pre, rest = (part.sum(0) if part.numel() else None for part in parts)
+        grad_w = None if w is None else rest[: w.numel()].view_as(w)
+        grad_gain = None if gain is None or grad_h is None else rest[-len(gain) :]
         grad_f = None if f is None else grad_f
         return grad_x, grad_f, grad_lane, grad_w, None, grad_pre, grad_gain, *[None] * 3
 
@@ -549,31 +652,62 @@ class Normed(torch.autograd.Function):
         return grad, (grad.to(rho.dtype) * h).sum(-1, keepdim=True) / rho
 
 
-@triton_op("residual::sinkhorn", mutates_args={})
-def sinkhorn_op(logits: Tensor, grad: Tensor | None, iters: int, eps: float) -> Tensor:
-    """M from logits (..., n n), or with the gradient of M: that of the logits."""
-    n, out = math.isqrt(logits.size(-1)), torch.empty_like(logits)
-    N = logits.numel() // (n * n)
-    factors = logits.new_empty(0 if grad is None else (2 * iters - 1, N, n))
-    wrap_triton(sinkhorn_kernel)[(triton.cdiv(N, 32),)](
-        logits, grad, out, factors, N, iters, eps, n, power_above(n, 1), 32, num_warps=4
-    )
+def launch_maps(inputs, grads, outputs, C, tanh, iters, eps):
+    y, squares, s, b = inputs
+    n, R, N = squares.size(-1), y.size(-1), squares.numel() // squares.size(-1)
+    backward, mixes = grads[1] is not None, R > 2 * n
+    scans = backward and mixes and not tanh
+    factors = y.new_empty(2 * iters - 1 if scans else 0, N, n)
+    *outputs, parts = outputs
+    wrap_triton(maps_kernel)[(triton.cdiv(N, TOKENS),)](
+        *inputs, *grads, *outputs, factors, parts, N, iters, eps, C, n, power_above(n, 1), R,
+        len(s), mixes, tanh, TOKENS, num_warps=4,
+    )  # fmt: skip
+
+
+@triton_op("residual::maps", mutates_args={})
+def maps_op(
+    y: Tensor, squares: Tensor, s: Tensor, b: Tensor, C: int, tanh: bool, iters: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """h_pre, and (h_post, M)"""
+    n, R = squares.size(-1), y.size(-1)
+    out = torch.empty_like(squares), y.new_empty(*y.shape[:-1], R - n)
+    launch_maps((y, squares, s, b), (None, None), (*out, None, None, None), C, tanh, iters, eps)
     return out
 
 
-class Sinkhorn(torch.autograd.Function):
-    """Eq. 5 of streams.py: M (..., n n)"""
+@triton_op("residual::maps_backward", mutates_args={})
+def maps_backward_op(
+    y: Tensor, squares: Tensor, s: Tensor, b: Tensor, grad_pre: Tensor, grad_lane: Tensor,
+    C: int, tanh: bool, iters: int, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of y and squares, and partial sums of those of b, then s"""
+    N = squares.numel() // squares.size(-1)
+    parts = y.new_empty(triton.cdiv(N, TOKENS), y.size(-1) + len(s))
+    out = torch.empty_like(y), torch.empty_like(squares), parts
+    inputs, grads = (y, squares, s, b), (grad_pre, grad_lane)
+    launch_maps(inputs, grads, (None, None, *out), C, tanh, iters, eps)
+    return out
+
+
+class Maps(torch.autograd.Function):
+    """h_pre, and (h_post, M), of Eqs. 4 and 5 of streams.py, or with tanh of Eqs. 2 and 3, from the
+    products and the sums of squares that Exchange returns"""
 
     @staticmethod
-    def forward(ctx, logits, iters, eps):
-        logits = logits.contiguous()
-        ctx.save_for_backward(logits)
-        ctx.how = iters, eps
-        return sinkhorn_op(logits, None, iters, eps)
+    def forward(ctx, y, squares, s, b, *how):
+        inputs = [x.contiguous() for x in (y, squares, s, b)]
+        ctx.save_for_backward(*inputs)
+        ctx.how = how
+        return maps_op(*inputs, *how)
 
     @staticmethod
-    def backward(ctx, grad):
-        return sinkhorn_op(*ctx.saved_tensors, grad.contiguous(), *ctx.how), None, None
+    def backward(ctx, *grads):
+        *_, s, b = inputs = ctx.saved_tensors
+        given = [grad.contiguous() for grad in grads]
+        grad_y, grad_squares, parts = maps_backward_op(*inputs, *given, *ctx.how)
+        of_b, of_s = parts.sum(0).split([b.numel(), len(s)])
+        return grad_y, grad_squares, of_s, of_b.view_as(b), *[None] * 4
 
 
 # ------------------------------------------------------------------------------------------------

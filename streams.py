@@ -311,22 +311,21 @@ class Streams(PreNorm):
         super().__init__(config, layer)
         self.n = config.hc_streams
 
-    def fetch(self, stream, source, given, maps_of, w, s, eps):
-        """read with kernels: (h, the stream, maps for write). maps_of makes h_pre and these maps
-        from W vec(X) and the sums of squares. source, given, s: how the kernel makes h_pre, or that
-        it is given (smhc)."""
+    def fetch(self, stream, source, w, s, b, eps, given=None):
+        """read with kernels: (h, the stream, h_pre, maps for write). h_pre and these maps are made
+        from W vec(X), s and b. given: another h_pre to read with."""
         rms = type(self.norm) is RMSNorm
         gain, norm_eps = (self.norm.gain, self.norm.eps) if rms else (None, 0.0)
         waiting = stream.sources or (None, None)
-        how = (w, s, given, gain, source, eps, norm_eps)
-        found = kernels.Exchange.apply(stream.x, *waiting, *how)
-        X, products, squares, used, rho, h = found
-        pre, lane = maps_of(products, squares)
-        if source != kernels.GIVEN:
+        how = (w, s, b if given is None else given, gain, source, eps, norm_eps)
+        X, products, squares, used, rho, h = kernels.Exchange.apply(stream.x, *waiting, *how)
+        how = (X.size(-1), source == kernels.TANH, 20, eps)
+        pre, lane = kernels.Maps.apply(products, squares, s, b, *how)
+        if given is None:
             h = kernels.Reading.apply(h, rho, pre, gain, X, used)
         elif rms:
             h = kernels.Normed.apply(h, rho)
-        return h if rms else self.norm(h), stream.replace(x=X, sources=()), lane
+        return h if rms else self.norm(h), stream.replace(x=X, sources=()), pre, lane
 
     def skip(self, old, new, runs):
         pairs = zip(whole(new), whole(old))
@@ -341,7 +340,7 @@ class Connections(Streams):
 
     def read(self, stream):
         if stacked(stream):
-            h, stream, lane = self.fetch_maps(stream)
+            h, stream, _, lane = self.fetch_maps(stream)
             return h, stream.replace(lane=lane)
         X = streams_of(stream)
         pre, post, M = self.maps(X)
@@ -408,15 +407,8 @@ class HC(Connections):
         return pre, post, M
 
     def fetch_maps(self, stream):
-        def maps_of(products, squares):
-            scale = torch.rsqrt(squares / stream.x.size(-1) + self.eps)
-            t = torch.tanh(products.unflatten(-1, (self.n, -1)) * scale[..., None])
-            maps = self.a + torch.cat([self.s, self.s[:1].expand(self.n)]) * t  # Eq. 3
-            pre, post, M = maps.split([1, 1, self.n], -1)
-            return pre[..., 0], torch.cat([post[..., 0], M.flatten(-2)], -1)
-
         w = torch.block_diag(*[self.w] * self.n)  # each stream has products of its own
-        return self.fetch(stream, kernels.TANH, self.a, maps_of, w, self.s, self.eps)
+        return self.fetch(stream, kernels.TANH, w, self.s, self.a, self.eps)
 
 
 class MHC(Connections):
@@ -444,18 +436,8 @@ class MHC(Connections):
     def maps(self, X):
         return mhc_maps(X, self.w, self.s, self.b)
 
-    def maps_of(self, products, squares):
-        """Eqs. 4 and 5: h_pre, and (h_post, M)"""
-        sizes = (self.n, self.n, self.n * self.n)[: self.n_maps]
-        scale = torch.rsqrt(squares.sum(-1, keepdim=True) / self.w.size(1) + EPS)
-        s = torch.cat([s_i.expand(size) for s_i, size in zip(self.s, sizes)])
-        pre, post, *mix = (s * products * scale + self.b).split(sizes, -1)
-        post = 2 * torch.sigmoid(post)
-        M = [kernels.Sinkhorn.apply(logits, 20, EPS) for logits in mix]
-        return torch.sigmoid(pre) + EPS, torch.cat([post, *M], -1)
-
     def fetch_maps(self, stream):
-        return self.fetch(stream, kernels.SIGMOID, self.b, self.maps_of, self.w, self.s, EPS)
+        return self.fetch(stream, kernels.SIGMOID, self.w, self.s, self.b, EPS)
 
 
 class IHC(MHC):
@@ -478,17 +460,14 @@ class SMHC(MHC):
 
     def read(self, stream):
         if stacked(stream):
-            h, stream, maps = self.fetch_maps(stream)
-            return h, stream.replace(lane=torch.cat([stream.lane, maps], -1))
+            pre, how = stream.lane, (self.w, self.s, self.b, EPS)
+            h, stream, h_pre, maps = self.fetch(stream, kernels.GIVEN, *how, pre)  # Eq. 7
+            return h, stream.replace(lane=torch.cat([pre, h_pre, maps], -1))
         X, pre = streams_of(stream), stream.lane
         h_pre, post, M = self.maps(X)
         lane = torch.cat([pre, *h_pre, *post, *chain(*M)], -1)
         h = self.norm(read(X, pre.split(1, -1))).to(stream.x.dtype)  # Eq. 7
         return h, stream.replace(lane=lane)
-
-    def fetch_maps(self, stream):
-        maps_of = lambda *found: (stream.lane, torch.cat(self.maps_of(*found), -1))
-        return self.fetch(stream, kernels.GIVEN, stream.lane, maps_of, self.w, None, EPS)  # Eq. 7
 
     def write(self, stream, f, gate=1.0):
         _, h_pre, maps = self.parts(stream)

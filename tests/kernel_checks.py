@@ -6,7 +6,6 @@ Triton is interpreted from its import on or never, so this file has a process of
 
 import copy
 import os
-from types import SimpleNamespace
 
 import pytest
 import test_rivals
@@ -333,8 +332,8 @@ def by_kernels(monkeypatch):
 
     def mhc_maps(X, w, s, b, iters=20, eps=streams.EPS):
         _, y, squares, *_ = first(X, w, None, None, None, kernels.NONE, eps, 0.0)
-        n, own = len(X), SimpleNamespace(n=len(X), n_maps=len(s), w=w, s=s, b=b)
-        pre, maps = streams.MHC.maps_of(own, y, squares)
+        n, C = len(X), X[0].size(-1)
+        pre, maps = kernels.Maps.apply(y, squares, s, b, C, False, iters, eps)
         post, M = maps[..., :n].split(1, -1), maps[..., n:].split(1, -1)
         return pre.split(1, -1), post, [M[i : i + n] for i in range(0, len(M), n)] or None
 
