@@ -165,15 +165,16 @@ def rough_product(x, w, total):
 def exchange_kernel(
     X, F, Lane, W, S, Given, Gain, Out, Y, Squares, Pre, Rho, H, N,
     eps: tl.constexpr, norm_eps: tl.constexpr, C: tl.constexpr, n: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, mixes: tl.constexpr, source: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    RP: tl.constexpr, K: tl.constexpr, mixes: tl.constexpr, source: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """W has R rows, of K streams each. If K = 1, each stream has R products of its own."""
     writes: tl.constexpr = F is not None
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     live, rows = rows < N, rows.to(tl.int64)
     size, row = tl.cast(N, tl.int64) * C, tl.arange(0, RP)
     zero = up(tl.zeros((BT, BC), X.dtype.element_ty))
-    y = tl.zeros((BT, RP), zero.dtype)
-    squares, length = repeated(zero, n), zero
+    ys, squares, length = repeated(tl.zeros((BT, RP), zero.dtype), n // K), repeated(zero, n), zero
     if source == 1:
         pre = numbers(Given, rows, n, live, 0, n)
 
@@ -187,20 +188,28 @@ def exchange_kernel(
         else:
             xs = tiles(X, at, size, mask, n)
         if R > 0:
-            summed = ()
+            half: tl.constexpr = X.dtype.element_ty == tl.bfloat16
+            each, summed = (), ()
             for i in tl.static_range(n):
-                w = W + row[None, :] * (n * C) + i * C + columns[:, None]
-                w = up(tl.load(w, (row < R)[None, :] & (columns < C)[:, None], 0.0))
-                y = product(xs[i], w, y, X.dtype.element_ty == tl.bfloat16)
+                if i < K:
+                    w = W + row[None, :] * (K * C) + i * C + columns[:, None]
+                    w = up(tl.load(w, (row < R)[None, :] & (columns < C)[:, None], 0.0))
+                y = product(xs[i], w, ys[i if K == 1 else 0], half)
+                if K == 1:
+                    each = each + (y,)
+                else:
+                    ys = (y,)
                 summed = summed + (squares[i] + xs[i] * xs[i],)
-            squares = summed
+            ys, squares = each if K == 1 else ys, summed
         if source == 1:
             h = weighted(pre, xs, n)
             length += h * h
             tl.store(H + at, h.to(H.dtype.element_ty), mask)
 
     if R > 0:
-        tl.store(Y + rows[:, None] * R + row, y, live[:, None] & (row < R))
+        for i in tl.static_range(n // K):
+            of_y = Y + rows[:, None] * (n // K * R) + i * R + row
+            tl.store(of_y, ys[i], live[:, None] & (row < R))
         sums = ()
         for i in tl.static_range(n):
             sums = sums + (tl.sum(squares[i], 1),)
@@ -211,15 +220,14 @@ def exchange_kernel(
         for i in tl.static_range(1, n):
             total += sums[i]
         for i in tl.static_range(n):
-            entry = i if source == 2 else i * (n + 2)
-            y_i = tl.sum(tl.where(row == entry, y, 0.0), 1)
             if source == 2:
-                logit = s * y_i * tl.rsqrt(total / (n * C) + eps) + tl.load(Given + entry)
+                y_i = tl.sum(tl.where(row == i, ys[0], 0.0), 1)
+                logit = s * y_i * tl.rsqrt(total / (n * C) + eps) + tl.load(Given + i)
                 pre = pre + ((1 / (1 + tl.exp(-logit)) + eps)[:, None],)
             else:
-                z = y_i * tl.rsqrt(sums[i] / C + eps)
+                z = tl.sum(tl.where(row == 0, ys[i], 0.0), 1) * tl.rsqrt(sums[i] / C + eps)
                 t = 2 / (1 + tl.exp(-2 * z)) - 1
-                pre = pre + ((tl.load(Given + entry) + s * t)[:, None],)
+                pre = pre + ((tl.load(Given + i * R) + s * t)[:, None],)
         tl.debug_barrier()  # other threads wrote what this one reads
         for c in range(0, C, BC):
             columns = c + tl.arange(0, BC)
@@ -283,8 +291,8 @@ def reading_kernel(
 def exchange_backward_kernel(
     X, F, Lane, W, Gain, Pre, Rho, Q, Grad_new, Grad_h, Grad_y, Grad_squares,
     Grad_x, Grad_f, Grad_lane, Grad_pre, Parts, N, chunk,
-    C: tl.constexpr, n: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, mixes: tl.constexpr,
-    given: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    C: tl.constexpr, n: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, K: tl.constexpr,
+    mixes: tl.constexpr, given: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     writes: tl.constexpr = F is not None
     reads: tl.constexpr = Grad_h is not None
@@ -294,10 +302,10 @@ def exchange_backward_kernel(
     row, size = tl.arange(0, RP), tl.cast(N, tl.int64) * C
     entries: tl.constexpr = n + n * n if mixes else n
     if R > 0:
-        ws, offset = (), row[:, None] * (n * C) + columns
-        sums = repeated(up(tl.zeros((RP, BC), W.dtype.element_ty)), n)
+        ws, offset = (), row[:, None] * (K * C) + columns
+        sums = repeated(up(tl.zeros((RP, BC), W.dtype.element_ty)), K)
         used = (row < R)[:, None] & (columns < C)
-        for i in tl.static_range(n):
+        for i in tl.static_range(K):
             ws = ws + (rounded(up(tl.load(W + offset + i * C, used, 0.0))),)
     if normed:
         gain = up(tl.load(Gain + columns, columns < C, 0.0))
@@ -320,8 +328,6 @@ def exchange_backward_kernel(
                 of_gain += tl.sum(u * h, 0)
                 u = u * gain - k[:, None] * h
         if R > 0:
-            grad_y = tl.load(Grad_y + rows[:, None] * R + row, live[:, None] & (row < R), 0.0)
-            grad_y = rounded(grad_y)
             twice, summed = numbers(Grad_squares, rows, n, live, 0, n), ()
         grads = ()
         for i in tl.static_range(n):
@@ -334,11 +340,18 @@ def exchange_backward_kernel(
                 of_pre = Grad_pre + (tl.program_id(0) * N + rows) * n + i
                 tl.store(of_pre, tl.sum(u * new[i], 1), live)
             if R > 0:
+                if i < n // K:
+                    of_y = Grad_y + rows[:, None] * (n // K * R) + i * R + row
+                    grad_y = rounded(tl.load(of_y, live[:, None] & (row < R), 0.0))
                 grad += 2 * twice[i] * new[i]
-                grad = rough_product(grad_y, ws[i], grad)
-                summed = summed + (rough_product(tl.trans(grad_y), rounded(new[i]), sums[i]),)
+                grad = rough_product(grad_y, ws[i if K > 1 else 0], grad)
+                more = rough_product(tl.trans(grad_y), rounded(new[i]), sums[i if K > 1 else 0])
+                if K > 1:
+                    summed = summed + (more,)
+                else:
+                    sums = (more,)
             grads = grads + (grad,)
-        if R > 0:
+        if R > 0 and K > 1:
             sums = summed
         if writes:
             tl.store(Grad_f + at, weighted(post, grads, n).to(Grad_f.dtype.element_ty), mask)
@@ -356,12 +369,12 @@ def exchange_backward_kernel(
                 grads = mixed
         for i in tl.static_range(n):
             tl.store(Grad_x + i * size + at, grads[i].to(Grad_x.dtype.element_ty), mask)
-    of_w: tl.constexpr = R * n * C  # numbers of W, before those of the gain
+    of_w: tl.constexpr = R * K * C  # numbers of W, before those of the gain
     part = Parts + tl.program_id(1) * (of_w + C if normed else of_w)
     if normed:
         tl.store(part + of_w + columns, of_gain, columns < C)
     if R > 0:
-        for i in tl.static_range(n):
+        for i in tl.static_range(K):
             tl.store(part + offset + i * C, sums[i], used)
 
 
@@ -518,6 +531,10 @@ def power_above(count, least=16):
     return max(least, triton.next_power_of_2(count))
 
 
+def streams_of_rows(w, C):
+    return 1 if w is None else w.size(-1) // C
+
+
 def has_M(lane, n):
     return lane is not None and lane.size(-1) > n  # else M = I
 
@@ -533,13 +550,14 @@ def exchange_op(
     # with other sizes, or num_stages=3, a thread needs more registers than there are; not timed
     BT, num_warps = (32, 8) if R <= 16 else (16, 4)
     empty = lambda wanted, *size: X.new_empty(*size if wanted else (0,), dtype=dtype)
-    y, squares = empty(R, *shape, R), empty(R, *shape, n)
+    K = streams_of_rows(w, C)
+    y, squares = empty(R, *shape, n // K * R), empty(R, *shape, n)
     pre, rho = empty(source, *shape, n), empty(gain is not None, *shape, 1)
     new = X.new_empty(0 if f is None else X.shape)
     h = X.new_empty((*shape, C) if source else 0)
     wrap_triton(exchange_kernel)[(triton.cdiv(N, BT),)](
         X, f, lane, w, s, given, gain, new, y, squares, pre, rho, h, N, eps, norm_eps, C, n, R,
-        power_above(R), has_M(lane, n), source, BT, min(32, power_above(C)),
+        power_above(R), K, has_M(lane, n), source, BT, min(32, power_above(C)),
         num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     return new, y, squares, pre, rho, h
@@ -561,12 +579,13 @@ def exchange_backward_op(
     grad_x = torch.empty_like(X)
     grad_f = X.new_empty(0) if f is None else torch.empty_like(f)
     grad_lane = empty(f is not None, across, *shape, 0 if lane is None else lane.size(-1))
-    grad_pre, of_w = empty(given, across, *shape, n), R * n * C
+    K = streams_of_rows(w, C)
+    grad_pre, of_w = empty(given, across, *shape, n), R * K * C
     parts = empty(True, along, of_w if gain is None or grad_h is None else of_w + C)
     wrap_triton(exchange_backward_kernel)[(across, along)](
         X, f, lane, w, gain, pre, rho, q, grad_new, grad_h, grad_y, grad_squares,
         grad_x, grad_f, grad_lane, grad_pre, parts, N, chunk,
-        C, n, R, power_above(R), has_M(lane, n), given, 16, BC, num_warps=8, num_stages=1,
+        C, n, R, power_above(R), K, has_M(lane, n), given, 16, BC, num_warps=8, num_stages=1,
     )  # fmt: skip
     return grad_x, grad_f, grad_lane, grad_pre, parts
 
@@ -607,7 +626,8 @@ class Exchange(torch.autograd.Function):
         X, f, lane, w, gain, pre, rho = ctx.saved_tensors
         if w is not None:
             zeros = lambda size: pre.new_zeros(*X.shape[1:-1], size)
-            grad_y = zeros(len(w)) if grad_y is None else grad_y
+            products = len(w) * len(X) // streams_of_rows(w, X.size(-1))
+            grad_y = zeros(products) if grad_y is None else grad_y
             grad_squares = zeros(len(X)) if grad_squares is None else grad_squares
         if not pre.numel():  # compiled, an output that nobody used has zeros, not None
             grad_h = None

@@ -407,8 +407,7 @@ class HC(Connections):
         return pre, post, M
 
     def fetch_maps(self, stream):
-        w = torch.block_diag(*[self.w] * self.n)  # each stream has products of its own
-        return self.fetch(stream, kernels.TANH, w, self.s, self.a, self.eps)
+        return self.fetch(stream, kernels.TANH, self.w, self.s, self.a, self.eps)
 
 
 class MHC(Connections):

@@ -9,9 +9,9 @@ that each one reads and writes: the same numbers on every machine. A pass is one
 the stream (4, 1024, 2048). Nothing is measured: the time of launches, caches, cuBLAS and NCCL are
 not in these numbers.
 
-Kernels are those that compiled code launches; of a step, the embedding and the optimizers are outside
-of it. Of a step it also counts the calls of compiled code, and softmaxes. Attention has none, unless
-it has a mask: the loss has one, and so has each router of experts.
+Kernels are those that compiled code launches; of a step, the embedding and the optimizers are
+outside of it. Of a step it also counts the calls of compiled code, and softmaxes. Attention has
+none, unless it has a mask: the loss has one, and so has each router of experts.
 
 Tensors are fake: they have shapes and no data. It needs g++ and `pip install triton==3.9.0`.
 """
