@@ -280,9 +280,12 @@ def residual(base, copy, matmul):
 
 
 def tensors_of(stream):
-    """x, the other sources, and the lane if there is one."""
-    others = [x for x in stream.sources if x is not stream.x]
-    return [stream.x, *others, *([] if stream.lane is None else [stream.lane])]
+    """x, the other sources, and what a read hands to its write, if it does."""
+    return [stream.x, *(x for x in stream.sources if x is not stream.x), *handed(stream)]
+
+
+def handed(stream):
+    return stream.ahead or (() if stream.lane is None else (stream.lane,))
 
 
 def writes_and_reads(attention, mlp, start):
@@ -296,13 +299,13 @@ def writes_and_reads(attention, mlp, start):
     """
 
     def both(f1, f2, x, *others):
-        *streams, lane = others if start.lane is not None else (*others, None)
-        stream = start.replace(x=x, lane=lane, sources=tuple(streams) or start.sources)
+        *streams, maps = others if handed(start) else (*others, None)
+        stream = start.replace(x=x, sources=tuple(streams) or start.sources)
+        stream = stream.replace(ahead=(maps,)) if start.ahead else stream.replace(lane=maps)
         h1, stream = attention.read(mlp.write(stream, f1))
         h2, stream = mlp.read(attention.write(stream, f2))
         outputs = [h1, h2] if h2 is stream.x else [h1, h2, stream.x]
-        outputs += stream.sources if streams else ()
-        return outputs if stream.lane is None else [*outputs, stream.lane]
+        return [*outputs, *(stream.sources if streams else ()), *handed(stream)]
 
     return both
 

@@ -70,7 +70,7 @@ if not (torch.cuda.is_available() or interpreted):
 MOST_STREAMS = 4  # with more of them, threads would need more registers than there are
 TOKENS = 32  # of a program that makes maps
 LEAST_TOKENS = 1024  # with fewer, as in decoding, too few programs run; not timed
-NONE, GIVEN, SIGMOID, TANH = 0, 1, 2, 3  # h_pre: none, given, of Eq. 4, of Eq. 3
+NONE, GIVEN, SIGMOID, TANH = 0, 1, 2, 3  # h_pre: none, the first in lane, of Eq. 4, of Eq. 3
 
 
 @triton.jit
@@ -106,15 +106,17 @@ def weighted(weights, xs, n: tl.constexpr):
 
 
 @triton.jit
-def written(X, F, Lane, rows, live, at, size, mask, n: tl.constexpr, mixes: tl.constexpr):
-    """A tile of f, h_post, and a tile of each stream after the write, rounded as it is stored"""
-    entries: tl.constexpr = n + n * n if mixes else n
-    f, post, new = up(tl.load(F + at, mask, 0.0)), numbers(Lane, rows, entries, live, 0, n), ()
+def written(X, F, Lane, rows, live, at, size, mask, n: tl.constexpr, E: tl.constexpr):
+    """A tile of f, h_post, and a tile of each stream after the write, rounded as it is stored. E:
+    numbers of a row of Lane, which are h_post, (h_post, M) or (h_pre, h_post, M)."""
+    ahead: tl.constexpr = n if E > n + n * n else 0
+    mixes: tl.constexpr = E > n
+    f, post, new = up(tl.load(F + at, mask, 0.0)), numbers(Lane, rows, E, live, ahead, n), ()
     for k in tl.static_range(n):
         new = new + (post[k] * f,)
     for j in tl.static_range(n):
         x, before, new = up(tl.load(X + j * size + at, mask, 0.0)), new, ()
-        M = numbers(Lane, rows, entries, live, n + j * n, n if mixes else 0)
+        M = numbers(Lane, rows, E, live, ahead + n + j * n, n if mixes else 0)
         for k in tl.static_range(n):
             if mixes:
                 new = new + (before[k] + M[k] * x,)
@@ -165,7 +167,7 @@ def rough_product(x, w, total):
 def exchange_kernel(
     X, F, Lane, W, S, Given, Gain, Out, Y, Squares, Pre, Rho, H, N,
     eps: tl.constexpr, norm_eps: tl.constexpr, C: tl.constexpr, n: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, K: tl.constexpr, mixes: tl.constexpr, source: tl.constexpr,
+    RP: tl.constexpr, K: tl.constexpr, E: tl.constexpr, source: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """W has R rows, of K streams each. If K = 1, each stream has R products of its own."""
@@ -176,13 +178,13 @@ def exchange_kernel(
     zero = up(tl.zeros((BT, BC), X.dtype.element_ty))
     ys, squares, length = repeated(tl.zeros((BT, RP), zero.dtype), n // K), repeated(zero, n), zero
     if source == 1:
-        pre = numbers(Given, rows, n, live, 0, n)
+        pre = numbers(Lane, rows, E, live, 0, n)
 
     for c in range(0, C, BC):
         columns = c + tl.arange(0, BC)
         at, mask = place(rows, live, columns, C)
         if writes:
-            _, _, xs = written(X, F, Lane, rows, live, at, size, mask, n, mixes)
+            _, _, xs = written(X, F, Lane, rows, live, at, size, mask, n, E)
             for k in tl.static_range(n):
                 tl.store(Out + k * size + at, xs[k].to(Out.dtype.element_ty), mask)
         else:
@@ -290,9 +292,9 @@ def reading_kernel(
 @triton.jit
 def exchange_backward_kernel(
     X, F, Lane, W, Gain, Pre, Rho, Q, Grad_new, Grad_h, Grad_y, Grad_squares,
-    Grad_x, Grad_f, Grad_lane, Grad_pre, Parts, N, chunk,
+    Grad_x, Grad_f, Grad_lane, Parts, N, chunk,
     C: tl.constexpr, n: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, K: tl.constexpr,
-    mixes: tl.constexpr, given: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    E: tl.constexpr, given: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     writes: tl.constexpr = F is not None
     reads: tl.constexpr = Grad_h is not None
@@ -300,7 +302,7 @@ def exchange_backward_kernel(
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     zero = up(tl.zeros((BT, BC), Grad_x.dtype.element_ty))
     row, size = tl.arange(0, RP), tl.cast(N, tl.int64) * C
-    entries: tl.constexpr = n + n * n if mixes else n
+    ahead: tl.constexpr = n if E > n + n * n else 0  # of h_post in Lane
     if R > 0:
         ws, offset = (), row[:, None] * (K * C) + columns
         sums = repeated(up(tl.zeros((RP, BC), W.dtype.element_ty)), K)
@@ -315,8 +317,9 @@ def exchange_backward_kernel(
         rows = start + tl.arange(0, BT)
         live, rows = rows < N, rows.to(tl.int64)
         at, mask = place(rows, live, columns, C)
+        lane = Grad_lane + (tl.program_id(0) * N + rows) * E
         if writes:
-            f, post, new = written(X, F, Lane, rows, live, at, size, mask, n, mixes)
+            f, post, new = written(X, F, Lane, rows, live, at, size, mask, n, E)
         else:
             new = tiles(X, at, size, mask, n)
         if reads:
@@ -337,8 +340,9 @@ def exchange_backward_kernel(
             if reads:
                 grad += pre[i] * u
             if given:
-                of_pre = Grad_pre + (tl.program_id(0) * N + rows) * n + i
-                tl.store(of_pre, tl.sum(u * new[i], 1), live)
+                tl.store(lane + i, tl.sum(u * new[i], 1), live)
+            elif ahead > 0 or (E > 0 and not writes):
+                tl.store(lane + i, tl.sum(zero, 1), live)
             if R > 0:
                 if i < n // K:
                     of_y = Grad_y + rows[:, None] * (n // K * R) + i * R + row
@@ -355,14 +359,14 @@ def exchange_backward_kernel(
             sums = summed
         if writes:
             tl.store(Grad_f + at, weighted(post, grads, n).to(Grad_f.dtype.element_ty), mask)
-            lane = Grad_lane + (tl.program_id(0) * N + rows) * entries
+            lane += ahead
             for k in tl.static_range(n):
                 tl.store(lane + k, tl.sum(grads[k] * f, 1), live)
-            if mixes:
+            if E > n:
                 mixed = ()
                 for j in tl.static_range(n):
                     x = up(tl.load(X + j * size + at, mask, 0.0))  # again: registers are few
-                    M = numbers(Lane, rows, entries, live, n + j * n, n)
+                    M = numbers(Lane, rows, E, live, ahead + n + j * n, n)
                     for k in tl.static_range(n):
                         tl.store(lane + n + j * n + k, tl.sum(x * grads[k], 1), live)
                     mixed = mixed + (weighted(M, grads, n),)
@@ -440,12 +444,13 @@ def of_squashed(grad, z, y, scale, s, tanh: tl.constexpr):
 def maps_kernel(
     Y, Squares, S, B, Grad_pre, Grad_lane, Pre, Lane, Grad_y, Grad_squares, Factors, Parts, N,
     iters, eps: tl.constexpr, C: tl.constexpr, n: tl.constexpr, n2: tl.constexpr, R: tl.constexpr,
-    sums: tl.constexpr, mixes: tl.constexpr, tanh: tl.constexpr, BT: tl.constexpr,
+    E: tl.constexpr, sums: tl.constexpr, mixes: tl.constexpr, tanh: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Maps of BT tokens, or with Grad_lane the gradients of what they are made of. Parts: sums over
-    these tokens for B, then S."""
+    """Maps of BT tokens, or with Grad_lane the gradients of what they are made of. E: numbers of a
+    row of Lane, which starts with h_pre if there is no Pre. Parts: sums over these tokens for B,
+    then S."""
     backward: tl.constexpr = Grad_lane is not None
-    entries: tl.constexpr = n + n * n if mixes else n
+    joined: tl.constexpr = E == R
     stride: tl.constexpr = n + 2 if tanh else 1  # of the entries of streams in Y and B
     post: tl.constexpr = 1 if tanh else n  # where h_post is there
     mix: tl.constexpr = 2 if tanh else 2 * n  # where M is
@@ -478,40 +483,47 @@ def maps_kernel(
         if not tanh:
             M = tl.where(used, M, float("-inf"))
             M, p = sinkhorn(M, used, Factors, of_stream, step, kept, iters, eps, backward)
-        of_lane = token[:, :, None] * entries + n + one[:, None] * n + one
+        of_M = token[:, :, None] * E + (E - n * n) + one[:, None] * n + one
+    of_post = token * E + one
+    if joined:
+        of_post += n
 
     if not backward:
-        if tanh:
-            tl.store(Pre + of_stream, h_pre, kept)
-            tl.store(Lane + token * entries + one, h_post, kept)
+        if not tanh:
+            h_pre, h_post = h_pre + eps, 2 * h_post
+        if joined:
+            tl.store(Lane + token * E + one, h_pre, kept)
         else:
-            tl.store(Pre + of_stream, h_pre + eps, kept)
-            tl.store(Lane + token * entries + one, 2 * h_post, kept)
+            tl.store(Pre + of_stream, h_pre, kept)
+        tl.store(Lane + of_post, h_post, kept)
         if mixes:
-            tl.store(Lane + of_lane, M, used)
+            tl.store(Lane + of_M, M, used)
     else:
-        g_pre = tl.load(Grad_pre + of_stream, kept, 0.0)
-        g_post = tl.load(Grad_lane + token * entries + one, kept, 0.0)
+        if joined:
+            g_pre = tl.load(Grad_lane + token * E + one, kept, 0.0)
+        else:
+            g_pre = tl.load(Grad_pre + of_stream, kept, 0.0)
+        g_post = tl.load(Grad_lane + of_post, kept, 0.0)
         if not tanh:
             g_pre *= h_pre * (1 - h_pre)
             g_post *= 2 * h_post * (1 - h_post)
-        of_pre, of_scale, of_s_pre = of_squashed(g_pre, z_pre, y_pre, scale, s_pre, tanh)
-        of_post, more, of_s_post = of_squashed(g_post, z_post, y_post, scale, s_post, tanh)
+        of_y, of_scale, of_s_pre = of_squashed(g_pre, z_pre, y_pre, scale, s_pre, tanh)
+        tl.store(Grad_y + at, of_y, kept)
+        of_y, more, of_s_post = of_squashed(g_post, z_post, y_post, scale, s_post, tanh)
+        tl.store(Grad_y + at + post, of_y, kept)
         of_scale += more
-        tl.store(Grad_y + at, of_pre, kept)
-        tl.store(Grad_y + at + post, of_post, kept)
         part = Parts + tl.program_id(0) * (R + sums)
         tl.store(part + one * stride, tl.sum(g_pre, 0), own)
         tl.store(part + one * stride + post, tl.sum(g_post, 0), own)
         of_first = tl.sum(of_s_pre)
         tl.store(part + R + 1, tl.sum(of_s_post))
         if mixes:
-            g = tl.load(Grad_lane + of_lane, used, 0.0)
+            g = tl.load(Grad_lane + of_M, used, 0.0)
             if not tanh:
                 g = sinkhorn_backward(g, M, p, Factors, of_stream, step, kept, iters)
-            of_mix, more, of_s_mix = of_squashed(g, z_mix, y_mix, scale[:, :, None], s_mix, tanh)
+            of_y, more, of_s_mix = of_squashed(g, z_mix, y_mix, scale[:, :, None], s_mix, tanh)
             of_scale += tl.sum(more, 2)
-            tl.store(Grad_y + token[:, :, None] * R + square, of_mix, used)
+            tl.store(Grad_y + token[:, :, None] * R + square, of_y, used)
             tl.store(part + square, tl.sum(g, 0), inside)
             if tanh:
                 of_first += tl.sum(of_s_mix)
@@ -535,8 +547,8 @@ def streams_of_rows(w, C):
     return 1 if w is None else w.size(-1) // C
 
 
-def has_M(lane, n):
-    return lane is not None and lane.size(-1) > n  # else M = I
+def numbers_of(lane):
+    return 0 if lane is None else lane.size(-1)
 
 
 @triton_op("residual::exchange", mutates_args={})
@@ -557,7 +569,7 @@ def exchange_op(
     h = X.new_empty((*shape, C) if source else 0)
     wrap_triton(exchange_kernel)[(triton.cdiv(N, BT),)](
         X, f, lane, w, s, given, gain, new, y, squares, pre, rho, h, N, eps, norm_eps, C, n, R,
-        power_above(R), K, has_M(lane, n), source, BT, min(32, power_above(C)),
+        power_above(R), K, numbers_of(lane), source, BT, min(32, power_above(C)),
         num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     return new, y, squares, pre, rho, h
@@ -568,8 +580,8 @@ def exchange_backward_op(
     X: Tensor, f: Tensor | None, lane: Tensor | None, w: Tensor | None,
     gain: Tensor | None, pre: Tensor, rho: Tensor, q: Tensor | None, grad_new: Tensor | None,
     grad_h: Tensor | None, grad_y: Tensor | None, grad_squares: Tensor | None, given: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of X and f, and partial sums of those of lane, of pre, and of W, then the gain"""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of X and f, and partial sums of those of lane, and of W, then the gain"""
     n, *shape, C = X.shape
     N, R = math.prod(shape), 0 if w is None else w.size(0)
     BC, chunk = min(64, power_above(C)), 1024  # at N = 4096, C = 2048: 128 programs, 132 SMs
@@ -578,16 +590,16 @@ def exchange_backward_op(
     empty = lambda wanted, *size: X.new_empty(*size if wanted else (0,), dtype=dtype)
     grad_x = torch.empty_like(X)
     grad_f = X.new_empty(0) if f is None else torch.empty_like(f)
-    grad_lane = empty(f is not None, across, *shape, 0 if lane is None else lane.size(-1))
+    grad_lane = empty(lane is not None, across, *shape, numbers_of(lane))
     K = streams_of_rows(w, C)
-    grad_pre, of_w = empty(given, across, *shape, n), R * K * C
+    of_w = R * K * C
     parts = empty(True, along, of_w if gain is None or grad_h is None else of_w + C)
     wrap_triton(exchange_backward_kernel)[(across, along)](
         X, f, lane, w, gain, pre, rho, q, grad_new, grad_h, grad_y, grad_squares,
-        grad_x, grad_f, grad_lane, grad_pre, parts, N, chunk,
-        C, n, R, power_above(R), K, has_M(lane, n), given, 16, BC, num_warps=8, num_stages=1,
+        grad_x, grad_f, grad_lane, parts, N, chunk,
+        C, n, R, power_above(R), K, numbers_of(lane), given, 16, BC, num_warps=8, num_stages=1,
     )  # fmt: skip
-    return grad_x, grad_f, grad_lane, grad_pre, parts
+    return grad_x, grad_f, grad_lane, parts
 
 
 @triton_op("residual::reading", mutates_args={})
@@ -635,11 +647,11 @@ class Exchange(torch.autograd.Function):
         of_pre = ctx.given and grad_h is not None
         found = exchange_backward_op(X, f, lane, w, gain, pre, rho, *grads, of_pre)
         grad_x, grad_f, *parts = found
-        grad_lane, grad_pre, rest = (part.sum(0) if part.numel() else None for part in parts)
+        grad_lane, rest = (part.sum(0) if part.numel() else None for part in parts)
         grad_w = None if w is None else rest[: w.numel()].view_as(w)
         grad_gain = None if gain is None or grad_h is None else rest[-len(gain) :]
         grad_f = None if f is None else grad_f
-        return grad_x, grad_f, grad_lane, grad_w, None, grad_pre, grad_gain, *[None] * 3
+        return grad_x, grad_f, grad_lane, grad_w, None, None, grad_gain, *[None] * 3
 
 
 class Reading(torch.autograd.Function):
@@ -672,7 +684,7 @@ class Normed(torch.autograd.Function):
         return grad, (grad.to(rho.dtype) * h).sum(-1, keepdim=True) / rho
 
 
-def launch_maps(inputs, grads, outputs, C, tanh, iters, eps):
+def launch_maps(inputs, grads, outputs, E, C, tanh, iters, eps):
     y, squares, s, b = inputs
     n, R, N = squares.size(-1), y.size(-1), squares.numel() // squares.size(-1)
     backward, mixes = grads[1] is not None, R > 2 * n
@@ -681,24 +693,27 @@ def launch_maps(inputs, grads, outputs, C, tanh, iters, eps):
     *outputs, parts = outputs
     wrap_triton(maps_kernel)[(triton.cdiv(N, TOKENS),)](
         *inputs, *grads, *outputs, factors, parts, N, iters, eps, C, n, power_above(n, 1), R,
-        len(s), mixes, tanh, TOKENS, num_warps=4,
+        E, len(s), mixes, tanh, TOKENS, num_warps=4,
     )  # fmt: skip
 
 
 @triton_op("residual::maps", mutates_args={})
 def maps_op(
-    y: Tensor, squares: Tensor, s: Tensor, b: Tensor, C: int, tanh: bool, iters: int, eps: float
-) -> tuple[Tensor, Tensor]:
-    """h_pre, and (h_post, M)"""
-    n, R = squares.size(-1), y.size(-1)
-    out = torch.empty_like(squares), y.new_empty(*y.shape[:-1], R - n)
-    launch_maps((y, squares, s, b), (None, None), (*out, None, None, None), C, tanh, iters, eps)
-    return out
+    y: Tensor, squares: Tensor, s: Tensor, b: Tensor,
+    joined: bool, C: int, tanh: bool, iters: int, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """h_pre, and (h_post, M). joined: nothing, and all of them"""
+    E = y.size(-1) - (0 if joined else squares.size(-1))
+    pre = squares.new_empty(0 if joined else squares.shape)
+    lane = y.new_empty(*y.shape[:-1], E)
+    outputs = None if joined else pre, lane, None, None, None
+    launch_maps((y, squares, s, b), (None, None), outputs, E, C, tanh, iters, eps)
+    return pre, lane
 
 
 @triton_op("residual::maps_backward", mutates_args={})
 def maps_backward_op(
-    y: Tensor, squares: Tensor, s: Tensor, b: Tensor, grad_pre: Tensor, grad_lane: Tensor,
+    y: Tensor, squares: Tensor, s: Tensor, b: Tensor, grad_pre: Tensor | None, grad_lane: Tensor,
     C: int, tanh: bool, iters: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of y and squares, and partial sums of those of b, then s"""
@@ -706,28 +721,29 @@ def maps_backward_op(
     parts = y.new_empty(triton.cdiv(N, TOKENS), y.size(-1) + len(s))
     out = torch.empty_like(y), torch.empty_like(squares), parts
     inputs, grads = (y, squares, s, b), (grad_pre, grad_lane)
-    launch_maps(inputs, grads, (None, None, *out), C, tanh, iters, eps)
+    E = grad_lane.size(-1)
+    launch_maps(inputs, grads, (None, None, *out), E, C, tanh, iters, eps)
     return out
 
 
 class Maps(torch.autograd.Function):
     """h_pre, and (h_post, M), of Eqs. 4 and 5 of streams.py, or with tanh of Eqs. 2 and 3, from the
-    products and the sums of squares that Exchange returns"""
+    products and the sums of squares that Exchange returns. joined: all of them in one tensor."""
 
     @staticmethod
-    def forward(ctx, y, squares, s, b, *how):
+    def forward(ctx, y, squares, s, b, joined, *how):
         inputs = [x.contiguous() for x in (y, squares, s, b)]
         ctx.save_for_backward(*inputs)
         ctx.how = how
-        return maps_op(*inputs, *how)
+        return maps_op(*inputs, joined, *how)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx, grad_pre, grad_lane):
         *_, s, b = inputs = ctx.saved_tensors
-        given = [grad.contiguous() for grad in grads]
+        given = grad_pre.contiguous() if grad_pre.numel() else None, grad_lane.contiguous()
         grad_y, grad_squares, parts = maps_backward_op(*inputs, *given, *ctx.how)
         of_b, of_s = parts.sum(0).split([b.numel(), len(s)])
-        return grad_y, grad_squares, of_s, of_b.view_as(b), *[None] * 4
+        return grad_y, grad_squares, of_s, of_b.view_as(b), *[None] * 5
 
 
 # ------------------------------------------------------------------------------------------------

@@ -241,8 +241,8 @@ def wide_write(X, kappa, beta, f):
 #
 # On CUDA, kernels.py reads and writes the streams of hc, mhc, ihc and smhc, if there are at most
 # MOST_STREAMS and at least LEAST_TOKENS, in one tensor: Stream.x is X (n, B, T, C). There a write
-# waits for the next read, which does both in one pass: until then Stream.sources are f and
-# (h_post, M), a tensor (B, T, n), or n + n^2.
+# waits for the next read, which does both in one pass: until then Stream.sources are f and the maps
+# h_post, (h_post, M) or (h_pre, h_post, M), a tensor (B, T, n), n + n^2 or 2 n + n^2.
 
 
 def stacked(stream):
@@ -311,21 +311,22 @@ class Streams(PreNorm):
         super().__init__(config, layer)
         self.n = config.hc_streams
 
-    def fetch(self, stream, source, w, s, b, eps, given=None):
-        """read with kernels: (h, the stream, h_pre, maps for write). h_pre and these maps are made
-        from W vec(X), s and b. given: another h_pre to read with."""
-        rms = type(self.norm) is RMSNorm
+    def fetch(self, stream, source, w, s, b, eps):
+        """read with kernels: (h, the stream, maps for write). h_pre and these maps are made from
+        W vec(X), s and b; if the source is GIVEN, h is read with the lane's first n numbers.
+        """
+        rms, given = type(self.norm) is RMSNorm, source == kernels.GIVEN
         gain, norm_eps = (self.norm.gain, self.norm.eps) if rms else (None, 0.0)
-        waiting = stream.sources or (None, None)
-        how = (w, s, b if given is None else given, gain, source, eps, norm_eps)
-        X, products, squares, used, rho, h = kernels.Exchange.apply(stream.x, *waiting, *how)
-        how = (X.size(-1), source == kernels.TANH, 20, eps)
-        pre, lane = kernels.Maps.apply(products, squares, s, b, *how)
-        if given is None:
+        f, lane = stream.sources or (None, stream.lane)
+        how = (w, s, b, gain, source, eps, norm_eps)
+        X, products, squares, used, rho, h = kernels.Exchange.apply(stream.x, f, lane, *how)
+        how = (given, X.size(-1), source == kernels.TANH, 20, eps)
+        pre, maps = kernels.Maps.apply(products, squares, s, b, *how)
+        if not given:
             h = kernels.Reading.apply(h, rho, pre, gain, X, used)
         elif rms:
             h = kernels.Normed.apply(h, rho)
-        return h if rms else self.norm(h), stream.replace(x=X, sources=()), pre, lane
+        return h if rms else self.norm(h), stream.replace(x=X, sources=()), maps
 
     def skip(self, old, new, runs):
         pairs = zip(whole(new), whole(old))
@@ -340,7 +341,7 @@ class Connections(Streams):
 
     def read(self, stream):
         if stacked(stream):
-            h, stream, _, lane = self.fetch_maps(stream)
+            h, stream, lane = self.fetch_maps(stream)
             return h, stream.replace(lane=lane)
         X = streams_of(stream)
         pre, post, M = self.maps(X)
@@ -443,47 +444,54 @@ class IHC(MHC):
     n_maps = 2  # h_pre and h_post
 
 
+def pre_of(stream, n):
+    """The map that the next sublayer of smhc reads with, (B, T, n)."""
+    return stream.sources[1][..., :n] if stacked(stream) and stream.sources else stream.lane
+
+
 class SMHCEnds(HCEnds):
     def embed(self, e):  # a lane without a gradient would need a compiled graph of its own
         first = torch.eye(1, self.n, dtype=upcast(e[:0]).dtype, device=e.device)
         return super().embed(e).replace(lane=first + 0 * e[..., :1])
 
     def additive(self, stream):
-        return read(streams_of(stream), stream.lane[..., : self.n].split(1, -1))
+        return read(streams_of(stream), pre_of(stream, self.n).split(1, -1))
 
 
 class SMHC(MHC):
-    """Stream.lane is pre, (B, T, n). Between read and write h_pre, h_post and M follow it."""
+    """Stream.lane is pre, (B, T, n). Between read and write Stream.ahead is (h_pre, h_post, M), a
+    tensor. A write that waits for kernels holds it, too, and there is no lane."""
 
     ends = SMHCEnds
 
     def read(self, stream):
+        pre = pre_of(stream, self.n)
         if stacked(stream):
-            pre, how = stream.lane, (self.w, self.s, self.b, EPS)
-            h, stream, h_pre, maps = self.fetch(stream, kernels.GIVEN, *how, pre)  # Eq. 7
-            return h, stream.replace(lane=torch.cat([pre, h_pre, maps], -1))
-        X, pre = streams_of(stream), stream.lane
+            how = self.w, self.s, self.b, EPS
+            h, stream, maps = self.fetch(stream, kernels.GIVEN, *how)  # Eq. 7
+            return h, stream.replace(lane=pre, ahead=(maps,))
+        X = streams_of(stream)
         h_pre, post, M = self.maps(X)
-        lane = torch.cat([pre, *h_pre, *post, *chain(*M)], -1)
         h = self.norm(read(X, pre.split(1, -1))).to(stream.x.dtype)  # Eq. 7
-        return h, stream.replace(lane=lane)
+        return h, stream.replace(ahead=(torch.cat([*h_pre, *post, *chain(*M)], -1),))
 
     def write(self, stream, f, gate=1.0):
-        _, h_pre, maps = self.parts(stream)
-        return super().write(stream.replace(lane=maps), f, gate).replace(lane=h_pre)
+        (maps,) = stream.ahead
+        h_pre, post, M = maps.split([self.n, self.n, self.n * self.n], -1)
+        if stacked(stream):
+            if torch.is_tensor(gate) or gate != 1:
+                maps = torch.cat([h_pre, gate * post, M], -1)
+            return stream.replace(lane=None, ahead=(), sources=(f, maps))
+        new = super().write(stream.replace(lane=maps[..., self.n :]), f, gate)
+        return new.replace(lane=h_pre, ahead=())
 
     def skip(self, old, new, runs):
-        pre, *_ = self.parts(old)
-        return super().skip(old, new, runs).replace(lane=torch.where(runs, new.lane, pre))
+        pre = torch.where(runs, pre_of(new, self.n), old.lane)
+        return super().skip(old, new, runs).replace(lane=pre)
 
     def mixing(self, stream):
-        *_, maps = self.parts(stream)
-        return super().mixing(stream.replace(lane=maps))
-
-    def parts(self, stream):
-        """pre, h_pre, and h_post with M, of a stream that read has returned."""
-        n = self.n
-        return stream.lane.split([n, n, n + n * n], -1)
+        (maps,) = stream.ahead
+        return super().mixing(stream.replace(lane=maps[..., self.n :]))
 
 
 def stream_norms(config):

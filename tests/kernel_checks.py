@@ -17,7 +17,7 @@ import kernels
 import nag
 import norms
 import streams
-from bench import writes_and_reads
+from bench import handed, writes_and_reads
 from test_all import (
     MOD,
     assert_close,
@@ -289,14 +289,18 @@ def worst_error(mode, width, stream, output, place="cpu", compiled=lambda functi
     first, *others = given[2].double()
     start = copy.deepcopy(model).double().ends.embed(first).replace(sources=tuple(others))
     _, start = copy.deepcopy(block.mlp_residual).double().read(start)
-    given.append(start.lane.detach().float())
+    (maps,) = handed(start)
+    given.append(maps.detach().float())
     grads = []
     for reference in (True, False):
         where = [("cpu", torch.float64) if reference else (place, dtype) for dtype in dtypes]
         leaves = [x.to(*to).requires_grad_() for x, to in zip(given, where)]
         parts = copy.deepcopy([block.attn_residual, block.mlp_residual])
         parts = [part.double() if reference else part.to(place) for part in parts]
-        start = model.ends.embed(leaves[2][0].detach()).replace(lane=leaves[3])
+        start = model.ends.embed(leaves[2][0].detach())
+        start = (
+            start.replace(ahead=(leaves[3],)) if mode == "smhc" else start.replace(lane=leaves[3])
+        )
         streams_in = [*leaves[2]] if reference else leaves[2:3]
         assert start.x.shape == streams_in[0].shape
         out = compiled(writes_and_reads(*parts, start))(*leaves[:2], *streams_in, leaves[3])
@@ -328,18 +332,18 @@ def test_streams_in_low_precision(mode, precision, monkeypatch):
 
 def by_kernels(monkeypatch):
     """Replace the functions of streams.py that the goldens hold."""
-    first = lambda X, *more: kernels.Exchange.apply(torch.stack([*X]), None, None, *more)
+    first = lambda X, *more: kernels.Exchange.apply(torch.stack([*X]), None, *more)
 
     def mhc_maps(X, w, s, b, iters=20, eps=streams.EPS):
-        _, y, squares, *_ = first(X, w, None, None, None, kernels.NONE, eps, 0.0)
+        _, y, squares, *_ = first(X, None, w, None, None, None, kernels.NONE, eps, 0.0)
         n, C = len(X), X[0].size(-1)
-        pre, maps = kernels.Maps.apply(y, squares, s, b, C, False, iters, eps)
+        pre, maps = kernels.Maps.apply(y, squares, s, b, False, C, False, iters, eps)
         post, M = maps[..., :n].split(1, -1), maps[..., n:].split(1, -1)
         return pre.split(1, -1), post, [M[i : i + n] for i in range(0, len(M), n)] or None
 
     def read(X, pre):
         pre = torch.cat([*pre], -1)
-        *_, h = first(X, None, None, pre, None, kernels.GIVEN, 0.0, 0.0)
+        *_, h = first(X, pre, None, None, None, None, kernels.GIVEN, 0.0, 0.0)
         return h
 
     def write(X, M, post, f):
