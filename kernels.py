@@ -45,11 +45,10 @@ if not (torch.cuda.is_available() or interpreted):
 #                         (smhc, whose h_pre is given: `Normed`, compiled lines, h 1, that of h 1)
 #     exchange backward   X n, f 1, gradients of new X n and of h 1; of X n, of f 1. It writes new X
 #                         again, into registers
-#     sinkhorn            n^2 numbers a token; its backward keeps 39 n more while it runs
+#     maps                a few numbers a token; Sinkhorn's backward keeps 39 n more while it runs
 #
 # That is 30 passes a sublayer if n = 4, or 27 in smhc. Partial sums of gradients, in float32, add
-# 0.4 (ihc) to 1.9 (smhc), written and read, if X is bfloat16. The maps in between, a few numbers a
-# token, are plain lines of streams.py.
+# 0.4 (ihc) to 1.9 (smhc), written and read, if X is bfloat16. Two sublayers take 16 launches.
 #
 # What a program reads again counts as nothing, because it should still be in the L2: exchange reads
 # new X again for h, if h needs sums over all of it, and h for its norm, and its backward X, for M.
@@ -753,24 +752,21 @@ ROWS, SPAN = 16, 512  # of the tile that a program works on at a time: rows, and
 
 
 @triton.jit
-def tile(ptr, row, at, N, D: tl.constexpr, WIDE: tl.constexpr, AGAIN: tl.constexpr = False):
+def tile(ptr, row, at, N, D: tl.constexpr, WIDE: tl.constexpr):
     """ptr[row, at], and 0 outside of (N, D)"""
-    inside = (row[:, None] < N) & (at[None, :] < D)
-    policy: tl.constexpr = "evict_last" if AGAIN else ""
-    x = tl.load(ptr + (row[:, None] * D + at[None, :]), inside, 0.0, eviction_policy=policy)
-    return x.to(WIDE)
+    where, inside = place(row, row < N, at, D)
+    return tl.load(ptr + where, inside, 0.0).to(WIDE)
 
 
 @triton.jit
-def column(ptr, row, N, WIDE: tl.constexpr, AGAIN: tl.constexpr = False):
-    policy: tl.constexpr = "evict_last" if AGAIN else ""
-    return tl.load(ptr + row, row < N, 0.0, eviction_policy=policy).to(WIDE)
+def column(ptr, row, N, WIDE: tl.constexpr):
+    return tl.load(ptr + row, row < N, 0.0).to(WIDE)
 
 
 @triton.jit
 def put(ptr, row, at, N, D: tl.constexpr, values):
-    inside = (row[:, None] < N) & (at[None, :] < D)
-    tl.store(ptr + (row[:, None] * D + at[None, :]), values, mask=inside)
+    where, inside = place(row, row < N, at, D)
+    tl.store(ptr + where, values, mask=inside)
 
 
 @triton.jit
@@ -808,7 +804,7 @@ def lengths(mean, m, rr, rf, ff, a, EPS: tl.constexpr, CENTRE: tl.constexpr,
 
 
 @triton.jit
-def rotate_forward(r_ptr, s_ptr, f_ptr, a_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
+def rotate_forward(r_ptr, s_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
                    new_ptr, lane_ptr, products_ptr, N, EACH: tl.constexpr,
                    D: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr,
                    EPS: tl.constexpr,
@@ -835,6 +831,8 @@ def rotate_forward(r_ptr, s_ptr, f_ptr, a_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
             products = tl.dot(xw, w.T, products, input_precision="ieee", out_dtype=WIDE)
 
     a = column(a_ptr, row * EACH, N, WIDE)
+    if ramp_ptr is not None:
+        a *= tl.load(ramp_ptr)
     if C:
         products = products.to(w_ptr.dtype.element_ty)
         put(products_ptr, row, one, N, C, products)
@@ -855,7 +853,7 @@ def rotate_forward(r_ptr, s_ptr, f_ptr, a_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
 
 
 @triton.jit
-def rotate_backward(r_ptr, f_ptr, a_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
+def rotate_backward(r_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
                     products_ptr, of_new_ptr, of_lane_ptr,
                     of_r_ptr, of_f_ptr, of_a_ptr, of_products_ptr, parts_ptr, N, EACH: tl.constexpr,
                     D: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr,
@@ -887,6 +885,8 @@ def rotate_backward(r_ptr, f_ptr, a_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
         in_1 += tl.sum(of_new, 1)
 
     a = column(a_ptr, row * EACH, N, WIDE)
+    if ramp_ptr is not None:
+        a *= tl.load(ramp_ptr)
     if C:
         products = tile(products_ptr, row, one, N, C, WIDE)
         sigmoid, q, mixture, beta, gate = modulated(
@@ -924,6 +924,8 @@ def rotate_backward(r_ptr, f_ptr, a_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
         tl.store(parts + P * 2 * C, of_beta * (1 - tl.exp(-beta)))
         of_a *= gate
         of_products = of_products.to(w_ptr.dtype.element_ty)
+    if ramp_ptr is not None:
+        of_a *= tl.load(ramp_ptr)
     tl.store(parts + P * (2 * C + 1), tl.sum(of_a, 0))
     if EACH:
         tl.store(of_a_ptr + row, of_a, mask=row < N)
@@ -959,41 +961,43 @@ def launch(kernel, tensors, a, w, eps, centre, orthogonal):
 
 @triton_op("residual::rotate", mutates_args=())
 def rotated(
-    r: Tensor, s: Tensor, f: Tensor, a: Tensor, w: Tensor | None, b: Tensor | None,
-    p: Tensor | None, raw: Tensor | None, eps: float, centre: bool, orthogonal: bool,
+    r: Tensor, s: Tensor, f: Tensor, a: Tensor, ramp: Tensor | None, w: Tensor | None,
+    b: Tensor | None, p: Tensor | None, raw: Tensor | None,
+    eps: float, centre: bool, orthogonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The new r and s, and the products of r with the rows of w"""
     products = r.new_empty(0) if w is None else w.new_empty(*r.shape[:-1], len(w))
     out = torch.empty_like(r), torch.empty_like(s), products
-    launch(rotate_forward, (r, s, f, a, w, b, p, raw, *out), a, w, eps, centre, orthogonal)
+    inputs = r, s, f, a, ramp, w, b, p, raw
+    launch(rotate_forward, (*inputs, *out), a, w, eps, centre, orthogonal)
     return out
 
 
 @triton_op("residual::rotate_backward", mutates_args=())
 def rotated_backward(
-    r: Tensor, f: Tensor, a: Tensor, w: Tensor | None, b: Tensor | None, p: Tensor | None,
-    raw: Tensor | None, products: Tensor, of_new: Tensor, of_lane: Tensor,
+    r: Tensor, f: Tensor, a: Tensor, ramp: Tensor | None, w: Tensor | None, b: Tensor | None,
+    p: Tensor | None, raw: Tensor | None, products: Tensor, of_new: Tensor, of_lane: Tensor,
     eps: float, centre: bool, orthogonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of r, f, a and the products, and parts"""
     programs, C = triton.cdiv(of_lane.numel(), ROWS), 0 if w is None else len(w)
     out = [*map(torch.empty_like, (r, f, a, products)), a.new_empty(2 * C + 2, programs)]
-    tensors = r, f, a, w, b, p, raw, products, of_new, of_lane, *out
+    tensors = r, f, a, ramp, w, b, p, raw, products, of_new, of_lane, *out
     launch(rotate_backward, tensors, a, w, eps, centre, orthogonal)
     return tuple(out)
 
 
 class Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, r, s, f, a, w, b, p, raw, *options):
-        new, lane, products = rotated(r, s, f, a, w, b, p, raw, *options)
-        ctx.save_for_backward(r, f, a, w, b, p, raw, products)
+    def forward(ctx, r, s, f, a, ramp, w, b, p, raw, *options):
+        new, lane, products = rotated(r, s, f, a, ramp, w, b, p, raw, *options)
+        ctx.save_for_backward(r, f, a, ramp, w, b, p, raw, products)
         ctx.options = options
         return new, lane
 
     @staticmethod
     def backward(ctx, of_new, of_lane):
-        r, _, a, w, *_ = saved = ctx.saved_tensors
+        r, _, a, _, w, *_ = saved = ctx.saved_tensors
         given = of_new.contiguous(), of_lane.contiguous()
         of_r, of_f, of_a, of_products, parts = rotated_backward(*saved, *given, *ctx.options)
         total = parts.sum(1)
@@ -1003,11 +1007,12 @@ class Rotate(torch.autograd.Function):
             of_w = of_products.flatten(0, -2).T @ r.flatten(0, -2).to(w.dtype)  # one more pass
             C = len(w)
             of_modulator = of_w, total[:C], total[C : 2 * C], total[2 * C : 2 * C + 1]
-        return of_r, of_lane, of_f, of_a, *of_modulator, None, None, None
+        return of_r, of_lane, of_f, of_a, None, *of_modulator, None, None, None
 
 
-def rotate(r, s, f, a, modulator=None, eps=1e-12, centre=True, orthogonal=True):
-    """nag.rotate, where a is multiplied by m of Eq. 5 if modulator is (w, b, p, raw_beta).
+def rotate(r, s, f, a, modulator=None, ramp=None, eps=1e-12, centre=True, orthogonal=True):
+    """nag.rotate, where a is multiplied by ramp, and by m of Eq. 5 if modulator is (w, b, p,
+    raw_beta).
 
     It takes 3 passes, and 5 backward, and one for the gradient of w.
     """
@@ -1015,7 +1020,7 @@ def rotate(r, s, f, a, modulator=None, eps=1e-12, centre=True, orthogonal=True):
     if w is not None and torch.is_autocast_enabled(r.device.type):  # as for other products
         w = w.to(torch.get_autocast_dtype(r.device.type))
     a = a if a.numel() == 1 else a.expand_as(s).contiguous()
-    inputs = r.contiguous(), s.contiguous(), f.contiguous(), a, w, *others
+    inputs = r.contiguous(), s.contiguous(), f.contiguous(), a, ramp, w, *others
     return Rotate.apply(*inputs, eps, centre, orthogonal)
 
 

@@ -266,9 +266,10 @@ class NAG(PreNorm):
         r, s = stream.x, stream.lane
         modulated = self.modulated and turn is None  # mod.py passes the turn of its router
         if on_cuda(r):
-            turn = self.ramp * self.alpha if turn is None else turn
+            a, ramp = (self.alpha, self.ramp) if turn is None else (turn, None)
+            a = gate * a if torch.is_tensor(gate) or gate != 1 else a
             factor = (self.w, self.b, self.p, self.raw_beta) if modulated else None
-            x, lane = kernels.rotate(r, s, f, gate * turn, factor, **self.parts)
+            x, lane = kernels.rotate(r, s, f, a, factor, ramp, **self.parts)
             return stream.replace(x=x, lane=lane)
         if turn is None:
             r, products = Project.apply(r, self.w) if modulated else (r, None)

@@ -111,4 +111,4 @@ def test_a_block_with_kernels_compiles_for_an_h100(tmp_path):
     argv = ["--modes=ihc", "--what=step", "--parts=dense", f"--out={tmp_path / 'found'}"]
     run_python("runs/h100.py", *argv)
     (found,) = json.loads((tmp_path / "found").read_text())["modes"].values()
-    assert found["breaks"] == found["spill"] == 0 and len(found["ours"]) == 3
+    assert found["breaks"] == found["spill"] == 0 and len(found["ours"]) == 4
