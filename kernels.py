@@ -48,7 +48,8 @@ if not (torch.cuda.is_available() or interpreted):
 #     maps                a few numbers a token; Sinkhorn's backward keeps 39 n more while it runs
 #
 # That is 30 passes a sublayer if n = 4, or 27 in smhc. Partial sums of gradients, in float32, add
-# 0.4 (ihc) to 1.9 (smhc), written and read, if X is bfloat16. Two sublayers take 16 launches.
+# 0.4 (ihc) to 1.9 (smhc), written and read, if X is bfloat16, and maps 0.2 to 0.6. Two sublayers
+# take 16 launches.
 #
 # What a program reads again counts as nothing, because it should still be in the L2: exchange reads
 # new X again for h, if h needs sums over all of it, and h for its norm, and its backward X, for M.
@@ -340,7 +341,7 @@ def exchange_backward_kernel(
                 grad += pre[i] * u
             if given:
                 tl.store(lane + i, tl.sum(u * new[i], 1), live)
-            elif ahead > 0 or (E > 0 and not writes):
+            elif ahead > 0 or (E > 0 and not writes):  # without a write, a lane has n numbers
                 tl.store(lane + i, tl.sum(zero, 1), live)
             if R > 0:
                 if i < n // K:
@@ -446,8 +447,7 @@ def maps_kernel(
     E: tl.constexpr, sums: tl.constexpr, mixes: tl.constexpr, tanh: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Maps of BT tokens, or with Grad_lane the gradients of what they are made of. E: numbers of a
-    row of Lane, which starts with h_pre if there is no Pre. Parts: sums over these tokens for B,
-    then S."""
+    row of Lane, which starts with h_pre if E = R. Parts: sums over these tokens for B, then S."""
     backward: tl.constexpr = Grad_lane is not None
     joined: tl.constexpr = E == R
     stride: tl.constexpr = n + 2 if tanh else 1  # of the entries of streams in Y and B
@@ -615,7 +615,7 @@ def reading_op(
 
 
 def write(X, f, maps):
-    """The new X. maps: (h_post, M)"""
+    """The new X. maps: h_post, (h_post, M) or (h_pre, h_post, M)"""
     return Exchange.apply(X, f, maps, None, None, None, None, NONE, 0.0, 0.0)[0]
 
 

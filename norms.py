@@ -53,7 +53,7 @@ class Stream(NamedTuple):
     lane: Tensor | None = None  # (B, T, k) extra state of the mode: NAG's log norm in float32
     at: Tensor | None = None  # (T, 1) positions of the tokens
     sources: tuple = ()  # other streams, or earlier states that sublayers read: streams.py, X0Mix
-    ahead: tuple = ()  # what a sublayer computed for the next one: attnres.py
+    ahead: tuple = ()  # what a read computed for later: attnres.py, smhc in streams.py
 
     def replace(self, **new):
         """A copy with new fields. torch 2.11 does not compile NamedTuple._replace."""

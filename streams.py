@@ -312,12 +312,12 @@ class Streams(PreNorm):
         self.n = config.hc_streams
 
     def fetch(self, stream, source, w, s, b, eps):
-        """read with kernels: (h, the stream, maps for write). h_pre and these maps are made from
-        W vec(X), s and b; if the source is GIVEN, h is read with the lane's first n numbers.
-        """
+        """read with kernels: (h, the stream, maps for write), made from W vec(X), s and b. If the
+        source is GIVEN, h is read with the first n numbers of the last maps, or of the lane, and
+        the maps begin with the next h_pre."""
         rms, given = type(self.norm) is RMSNorm, source == kernels.GIVEN
         gain, norm_eps = (self.norm.gain, self.norm.eps) if rms else (None, 0.0)
-        f, lane = stream.sources or (None, stream.lane)
+        f, lane = stream.sources or (None, stream.lane if given else None)
         how = (w, s, b, gain, source, eps, norm_eps)
         X, products, squares, used, rho, h = kernels.Exchange.apply(stream.x, f, lane, *how)
         how = (given, X.size(-1), source == kernels.TANH, 20, eps)

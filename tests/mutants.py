@@ -275,6 +275,8 @@ BREAKS = [  # (name, file, code before, code after, the test that notices)
     ("smhc's kernel with half of a norm's gradient", "kernels.py",
      "keepdim=True) / rho", "keepdim=True) / rho / 2",
      "tests/test_kernels.py::test_kernels_in_the_interpreter[a_model or dtypes]"),
+    ("the maps of hc's kernel without the slope of tanh", "kernels.py", "of_z *= 1 - z * z",
+     "of_z *= 1.0", "tests/test_kernels.py::test_kernels_in_the_interpreter[a_model or dtypes]"),
     ("a kernel loses the last tokens", "kernels.py", "tl.minimum(first + chunk, N), BT)",
      "tl.minimum(first + chunk, N - BT), BT)",
      "tests/test_kernels.py::test_kernels_in_the_interpreter[streams]"),
