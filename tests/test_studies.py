@@ -912,6 +912,8 @@ def test_sentences_written_by_hand_agree_with_the_results():
     for seeds in ("new seeds", "16 seeds"):
         fact = f"ihc, 2 streams, {seeds}, verdict"
         assert tables.number("facts", fact, "value") == "better"
+    assert tables.number("english", "ihc, 2 streams", "verdict at equal time") == "undecided"
+    assert tables.number("english", "ihc, 2 streams", "verdict") == "better"
     assert {mode for mode in better if at_time[mode] == "undecided"} == {
         "ihc", "attnres", "attnres_block"}  # fmt: skip
     at_flops = {row[0]: row[-2:] for row in tables.at_size()[1] if row[0] in better}
