@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import kernels
-from norms import FinalNorm, PreNorm, RMSNorm, fusing, learns, on_cuda, upcast
+from norms import FinalNorm, PreNorm, RMSNorm, fusing, learns, on_cuda, scales, upcast
 
 # A source is (v, ran): v (B, T, C), and ran (B, T, 1) tells the tokens that have it, or is None if
 # all do. Stream.x and Stream.lane are the newest source, which still grows
@@ -203,7 +203,7 @@ class AttnRes(PreNorm):
         return weights_of(stream, self)
 
     def write(self, stream, f, gate=1.0):
-        if torch.is_tensor(gate) or gate != 1:
+        if scales(gate):
             f = gate * f  # times 1 would be a copy, which takes a kernel
         if not self.begins:
             return stream.replace(x=(stream.x + f).to(stream.x.dtype), lane=None)

@@ -164,8 +164,17 @@ def rough_product(x, w, total):
 
 
 @triton.jit
+def squashed(y, scale, s, b, tanh: tl.constexpr):
+    """(tanh(z), s tanh(z) + b) or (z, s z + b), where z = y scale"""
+    z = y * scale
+    if tanh:
+        z = 2 / (1 + tl.exp(-2 * z)) - 1
+    return z, s * z + b
+
+
+@triton.jit
 def exchange_kernel(
-    X, F, Lane, W, S, Given, Gain, Out, Y, Squares, Pre, Rho, H, N,
+    X, F, Lane, W, S, B, Gain, Out, Y, Squares, Pre, Rho, H, N,
     eps: tl.constexpr, norm_eps: tl.constexpr, C: tl.constexpr, n: tl.constexpr, R: tl.constexpr,
     RP: tl.constexpr, K: tl.constexpr, E: tl.constexpr, source: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr,
@@ -217,19 +226,18 @@ def exchange_kernel(
             sums = sums + (tl.sum(squares[i], 1),)
             tl.store(Squares + rows * n + i, sums[i], live)
     if source >= 2:  # h_pre of Eq. 3 or 4
+        tanh: tl.constexpr = source == 3
         s, pre = tl.load(S), ()
         total = sums[0]
         for i in tl.static_range(1, n):
             total += sums[i]
         for i in tl.static_range(n):
-            if source == 2:
-                y_i = tl.sum(tl.where(row == i, ys[0], 0.0), 1)
-                logit = s * y_i * tl.rsqrt(total / (n * C) + eps) + tl.load(Given + i)
-                pre = pre + ((1 / (1 + tl.exp(-logit)) + eps)[:, None],)
-            else:
-                z = tl.sum(tl.where(row == 0, ys[i], 0.0), 1) * tl.rsqrt(sums[i] / C + eps)
-                t = 2 / (1 + tl.exp(-2 * z)) - 1
-                pre = pre + ((tl.load(Given + i * R) + s * t)[:, None],)
+            y_i = tl.sum(tl.where(row == (0 if tanh else i), ys[i if tanh else 0], 0.0), 1)
+            scale = tl.rsqrt((sums[i] / C if tanh else total / (n * C)) + eps)
+            _, h_pre = squashed(y_i, scale, s, tl.load(B + (i * R if tanh else i)), tanh)
+            if not tanh:
+                h_pre = 1 / (1 + tl.exp(-h_pre)) + eps
+            pre = pre + (h_pre[:, None],)
         tl.debug_barrier()  # other threads wrote what this one reads
         for c in range(0, C, BC):
             columns = c + tl.arange(0, BC)
@@ -373,7 +381,7 @@ def exchange_backward_kernel(
                 grads = mixed
         for i in tl.static_range(n):
             tl.store(Grad_x + i * size + at, grads[i].to(Grad_x.dtype.element_ty), mask)
-    of_w: tl.constexpr = R * K * C  # numbers of W, before those of the gain
+    of_w: tl.constexpr = R * K * C  # a part has the sums of W, then those of the gain
     part = Parts + tl.program_id(1) * (of_w + C if normed else of_w)
     if normed:
         tl.store(part + of_w + columns, of_gain, columns < C)
@@ -423,15 +431,6 @@ def sinkhorn_backward(grad, M, p, Factors, of_step, step, kept, iters):
 
 
 @triton.jit
-def squashed(y, scale, s, b, tanh: tl.constexpr):
-    """(tanh(z), s tanh(z) + b) or (z, s z + b), where z = y scale"""
-    z = y * scale
-    if tanh:
-        z = 2 / (1 + tl.exp(-2 * z)) - 1
-    return z, s * z + b
-
-
-@triton.jit
 def of_squashed(grad, z, y, scale, s, tanh: tl.constexpr):
     """The gradients of y, of scale and of s, before their sums"""
     of_z = s * grad
@@ -447,7 +446,8 @@ def maps_kernel(
     E: tl.constexpr, sums: tl.constexpr, mixes: tl.constexpr, tanh: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Maps of BT tokens, or with Grad_lane the gradients of what they are made of. E: numbers of a
-    row of Lane, which starts with h_pre if E = R. Parts: sums over these tokens for B, then S."""
+    row of Lane, which starts with h_pre if E = R. Parts: the gradients of B, then of S, summed over
+    these tokens."""
     backward: tl.constexpr = Grad_lane is not None
     joined: tl.constexpr = E == R
     stride: tl.constexpr = n + 2 if tanh else 1  # of the entries of streams in Y and B
@@ -553,7 +553,7 @@ def numbers_of(lane):
 @triton_op("residual::exchange", mutates_args={})
 def exchange_op(
     X: Tensor, f: Tensor | None, lane: Tensor | None, w: Tensor | None, s: Tensor | None,
-    given: Tensor | None, gain: Tensor | None, source: int, eps: float, norm_eps: float,
+    b: Tensor | None, gain: Tensor | None, source: int, eps: float, norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, *shape, C = X.shape
     N, R = math.prod(shape), 0 if w is None else w.size(0)
@@ -567,7 +567,7 @@ def exchange_op(
     new = X.new_empty(0 if f is None else X.shape)
     h = X.new_empty((*shape, C) if source else 0)
     wrap_triton(exchange_kernel)[(triton.cdiv(N, BT),)](
-        X, f, lane, w, s, given, gain, new, y, squares, pre, rho, h, N, eps, norm_eps, C, n, R,
+        X, f, lane, w, s, b, gain, new, y, squares, pre, rho, h, N, eps, norm_eps, C, n, R,
         power_above(R), K, numbers_of(lane), source, BT, min(32, power_above(C)),
         num_warps=num_warps, num_stages=2,
     )  # fmt: skip
@@ -580,7 +580,8 @@ def exchange_backward_op(
     gain: Tensor | None, pre: Tensor, rho: Tensor, q: Tensor | None, grad_new: Tensor | None,
     grad_h: Tensor | None, grad_y: Tensor | None, grad_squares: Tensor | None, given: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of X and f, and partial sums of those of lane, and of W, then the gain"""
+    """Gradients of X and f, parts of lane's, and parts of W's and the gain's, which share a tensor.
+    The sum of all parts is the gradient."""
     n, *shape, C = X.shape
     N, R = math.prod(shape), 0 if w is None else w.size(0)
     BC, chunk = min(64, power_above(C)), 1024  # at N = 4096, C = 2048: 128 programs, 132 SMs
@@ -621,9 +622,9 @@ def write(X, f, maps):
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, X, f, lane, w, s, given, gain, source, eps, norm_eps):
-        X, f, lane, given = map(contiguous, (X, f, lane, given))
-        new, *found = exchange_op(X, f, lane, w, s, given, gain, source, eps, norm_eps)
+    def forward(ctx, X, f, lane, w, s, b, gain, source, eps, norm_eps):
+        X, f, lane, b = map(contiguous, (X, f, lane, b))
+        new, *found = exchange_op(X, f, lane, w, s, b, gain, source, eps, norm_eps)
         new = X.view_as(X) if f is None else new
         y, squares, pre, rho, h = found
         ctx.save_for_backward(X, f, lane, w, gain, pre, rho)
@@ -715,7 +716,7 @@ def maps_backward_op(
     y: Tensor, squares: Tensor, s: Tensor, b: Tensor, grad_pre: Tensor | None, grad_lane: Tensor,
     C: int, tanh: bool, iters: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of y and squares, and partial sums of those of b, then s"""
+    """Gradients of y and squares; partial sums of b's and s's in one tensor"""
     N = squares.numel() // squares.size(-1)
     parts = y.new_empty(triton.cdiv(N, TOKENS), y.size(-1) + len(s))
     out = torch.empty_like(y), torch.empty_like(squares), parts

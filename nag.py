@@ -37,7 +37,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import kernels
-from norms import NoEnds, PreNorm, Stream, embedding_std, fusing, on_cuda, refuse_norm, upcast
+from norms import (
+    NoEnds,
+    PreNorm,
+    Stream,
+    embedding_std,
+    fusing,
+    on_cuda,
+    refuse_norm,
+    scales,
+    upcast,
+)
 
 ALPHA_POWER = 0.5  # alpha of sublayer l starts at l^-ALPHA_POWER
 
@@ -267,7 +277,7 @@ class NAG(PreNorm):
         modulated = self.modulated and turn is None  # mod.py passes the turn of its router
         if on_cuda(r):
             a, ramp = (self.alpha, self.ramp) if turn is None else (turn, None)
-            a = gate * a if torch.is_tensor(gate) or gate != 1 else a
+            a = gate * a if scales(gate) else a
             factor = (self.w, self.b, self.p, self.raw_beta) if modulated else None
             x, lane = kernels.rotate(r, s, f, a, factor, ramp, **self.parts)
             return stream.replace(x=x, lane=lane)

@@ -63,6 +63,11 @@ class Stream(NamedTuple):
         return Stream(*changed, get("sources", sources), get("ahead", ahead))
 
 
+def scales(gate):
+    """Whether a write has to multiply by its gate: a tensor, or a number that is not 1."""
+    return torch.is_tensor(gate) or gate != 1
+
+
 def pick(table, name, setting):
     """Look up table[name]. An unknown name raises an error that lists the known ones."""
     if name not in table:

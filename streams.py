@@ -69,6 +69,7 @@ from norms import (
     mlps,
     on_cuda,
     refuse,
+    scales,
     upcast,
     weight_of,
 )
@@ -353,7 +354,7 @@ class Connections(Streams):
         n = self.n
         if stacked(stream):
             maps = stream.lane
-            if torch.is_tensor(gate) or gate != 1:
+            if scales(gate):
                 maps = torch.cat([gate * maps[..., :n], maps[..., n:]], -1)
             return stream.replace(lane=None, sources=(f, maps))
         maps = stream.lane.split(1, -1)
@@ -415,6 +416,7 @@ class MHC(Connections):
     settings = ("hc_streams", "mhc_start")
     ends = MHCEnds
     n_maps = 3  # h_pre, h_post and M
+    source = kernels.SIGMOID  # of the h_pre that kernels read with
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -437,7 +439,7 @@ class MHC(Connections):
         return mhc_maps(X, self.w, self.s, self.b)
 
     def fetch_maps(self, stream):
-        return self.fetch(stream, kernels.SIGMOID, self.w, self.s, self.b, EPS)
+        return self.fetch(stream, self.source, self.w, self.s, self.b, EPS)
 
 
 class IHC(MHC):
@@ -463,12 +465,12 @@ class SMHC(MHC):
     tensor. A write that waits for kernels holds it, too, and there is no lane."""
 
     ends = SMHCEnds
+    source = kernels.GIVEN  # Eq. 7
 
     def read(self, stream):
         pre = pre_of(stream, self.n)
         if stacked(stream):
-            how = self.w, self.s, self.b, EPS
-            h, stream, maps = self.fetch(stream, kernels.GIVEN, *how)  # Eq. 7
+            h, stream, maps = self.fetch_maps(stream)
             return h, stream.replace(lane=pre, ahead=(maps,))
         X = streams_of(stream)
         h_pre, post, M = self.maps(X)
@@ -479,7 +481,7 @@ class SMHC(MHC):
         (maps,) = stream.ahead
         h_pre, post, M = maps.split([self.n, self.n, self.n * self.n], -1)
         if stacked(stream):
-            if torch.is_tensor(gate) or gate != 1:
+            if scales(gate):
                 maps = torch.cat([h_pre, gate * post, M], -1)
             return stream.replace(lane=None, ahead=(), sources=(f, maps))
         new = super().write(stream.replace(lane=maps[..., self.n :]), f, gate)

@@ -40,7 +40,6 @@ RESULTS = ROOT / "results"
 PAGES = ("RESULTS.md", "README.md", "results/more.md")
 SEEDS = (judge.seeds, 6, 5)  # numbers of seeds that a mode may have, the most first
 BASELINE = judge.baseline
-LONGER = (1.4,)  # lengths of the baseline on English: the designs there take longer than it
 DEPTHS = (4, 8, 16, 32)
 OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
 JUDGED = {mode: (mode, {}) for mode in RESIDUALS}  # name: (mode, its own settings)
@@ -81,8 +80,8 @@ def step_times(optimizer):
 def judged(optimizer, file="judge"):
     """({name: what judge.train returns}, {name: median_interval of its time}) of what is JUDGED.
 
-    The baseline has the lengths that its comparisons need. file: the name of that of the lines;
-    times of steps do not depend on the text.
+    The baseline has those lengths and rates that its comparisons need and that have finished. file:
+    where the lines are. Times of steps do not depend on the text.
     """
     usual, lines_of, trained = scale_of(optimizer), partial(find, file), {}
     for name, (mode, change) in JUDGED.items():
@@ -91,7 +90,7 @@ def judged(optimizer, file="judge"):
             trained[name] = found
     ratios = {name: each for name, each in step_times(optimizer).items() if name in trained}
     choice, lines = trained[BASELINE]
-    lengths = judge.lengths(ratios) if file == "judge" else LONGER
+    lengths = judge.lengths(ratios)
     try:
         own = judge.choices_at(usual, BASELINE, choice, lines_of, lengths)
     except NotFinished:  # the first runs are older than the tuning for these lengths
@@ -135,7 +134,7 @@ def modes(optimizer, file="judge"):
     choice, lines = judged(optimizer, file)[0][BASELINE]
     name, _, *rest = judge.cells_of_baseline(choice, lines)
     rows = [[name, len(lines[1.0]), *rest[:3], "", *rest[3:-1], "", rest[-1]]]
-    for name in ("half", "twice") if file == "judge" else ():
+    for name in [name for name in judge.other_rates(choice) if name in lines]:
         theirs = lines[name]
         cells = f"{BASELINE} at {name} its rate", len(theirs), f"{mean(losses_of(theirs)):.4f}"
         gap = gap_of(theirs, lines[1.0])
