@@ -48,12 +48,13 @@ from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, settings_of_others
 residual = "nag"  # modes to judge, separated by commas; all: every mode
 baseline = "prenorm"  # the mode to compare with
 seeds = 8  # seeds of the final runs: 1, 2, ...
+threads = 1  # of the steps that are timed; runs train with one, side by side
 tune_share = 0.25  # length of a tuning run, as a share of max_iters
 rehearse = False  # all of it at toy size, with the changes in FEW
 name = "judge"  # name of the file of results
 record = False  # keep results in results/, and read no others
 
-OWN = ("residual", "baseline", "seeds", "tune_share", "rehearse", "name", "record")
+OWN = ("residual", "baseline", "seeds", "threads", "tune_share", "rehearse", "name", "record")
 SCALE = str(ROOT / "config" / "judge_8x64.py")
 TOY = "--n_layer=2 --n_embd=32 --n_head=2 --n_kv_head=None --block_size=64 --batch_size=4"
 TOY += " --total_batch_tokens=None --max_iters=24 --eval_tokens=2048 --log_interval=4"
@@ -383,7 +384,7 @@ def main():
 
     study.begin(record and not rehearse)
     study.say(f"timing the steps of {', '.join(everyone)}")
-    ratios = study.race(name, timed(scale, everyone))
+    ratios = study.race(name, timed(scale, everyone), threads=threads)
     extra = dict.fromkeys(everyone, ()) | {baseline: lengths(ratios)}
 
     def trained_by(run):

@@ -464,17 +464,17 @@ def locked(study, name, settings, device, look):
 # Times
 
 
-def race(study, runs, measure=True):
+def race(study, runs, measure=True, threads=1):
     """Time runs against the first. runs: {name: settings}. Returns {name: median_interval}.
 
     The ratio is seconds per token over the first run's. Runs take turns in this process, STEPS
-    steps at a time, with one thread as in training; keep the machine quiet. Results are kept as
-    lines with "race", both keys, and "ratio". measure=False: return only kept results, which must
-    be of one kind of device.
+    steps at a time; keep the machine quiet. Results are kept as lines with "race", both keys, and
+    "ratio". measure=False: return only kept results, which must be of one kind of device.
     """
     names = [key(settings) for settings in runs.values()]
     pairs = {name: (names[0], other) for name, other in zip(runs, names)}
     lines = [line for line in read(study) if tuple(line.get("race", ())) in pairs.values()]
+    lines = [line for line in lines if line["threads"] == threads]
     if measure:
         computes = place(next(iter(runs.values())))["computes"]
         lines = [line for line in lines if line["computes"] == computes]
@@ -485,10 +485,10 @@ def race(study, runs, measure=True):
     if missing and measure:
         first = next(iter(runs))
         settings = {name: DEFAULTS | runs[name] for name in dict.fromkeys([first, *missing])}
-        times = timed(settings)
+        times = timed(settings, threads)
         device = machine.device_name(machine.pick_device(DEFAULTS["device"]))
         where = {"computes": computes, "machine": device}
-        where |= {"threads": 1, "commit": machine.commit(), "torch": torch.__version__}
+        where |= {"threads": threads, "commit": machine.commit(), "torch": torch.__version__}
         for name in missing:
             per_token = tokens_of(settings[first]) / tokens_of(settings[name])
             ratios = [a / b * per_token for a, b in zip(times[name], times[first])]
@@ -499,11 +499,11 @@ def race(study, runs, measure=True):
     return {name: known[pair] for name, pair in pairs.items() if pair in known}
 
 
-def timed(settings):
+def timed(settings, threads):
     """Seconds of each round: {name: [seconds]}. settings: {name: all settings of a run}"""
     device = str(machine.pick_device(DEFAULTS["device"]))
     machine.prepare_process(device)
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     return bench.race({name: stepper(full, device) for name, full in settings.items()}, ROUNDS)
