@@ -5,5 +5,6 @@ parameters, 1,500 steps. Time steps with two threads, as a default run has them 
     python runs/judge.py config/judge_8x128.py --threads=2 --residual=ihc --hc_streams=2
 """
 
+max_iters = 1500
 log_interval = 25
 eval_tokens = None

@@ -87,7 +87,7 @@ def scale_for(scale, mode):
 
 def settings(scale, mode, choice, seed, length=1.0):
     """The settings of a run. The seeds of TUNING tune."""
-    steps = max(1, round(length * scale["max_iters"]))
+    steps = max(1, round(length * (study.DEFAULTS | scale)["max_iters"]))
     scale = scale_for(scale, mode)
     tunes = seed in TUNING
     fixed = {"residual": mode, "seed": seed, "val_part": "tune" if tunes else "report"}
