@@ -42,6 +42,10 @@ SEEDS = (judge.seeds, 6, 5)  # numbers of seeds that a mode may have, the most f
 BASELINE = judge.baseline
 DEPTHS = (4, 8, 16, 32)
 OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
+PLACES = {  # where designs are compared: (config file, optimizer, file of results, threads)
+    "muon": ("judge_8x64", "muon", "judge", 1), "adamw": ("judge_8x64", "adamw", "judge", 1),
+    "english": ("judge_8x64", "muon", "english", 1), "wider": ("judge_8x128", "muon", "judge", 2),
+}  # fmt: skip
 JUDGED = {mode: (mode, {}) for mode in RESIDUALS}  # name: (mode, its own settings)
 JUDGED |= {"ihc, 2 streams": ("ihc", {"hc_streams": 2})}
 COPIES = 0.75  # a model copies if repeated characters cost less than this share of the first time
@@ -56,8 +60,9 @@ def load(name):
 # The judge's runs
 
 
-def scale_of(optimizer):
-    return study.parse([judge.SCALE, f"--optimizer={optimizer}"])
+def scale_of(place):
+    config, optimizer, *_ = PLACES[place]
+    return study.parse([f"{ROOT}/config/{config}.py", f"--optimizer={optimizer}"])
 
 
 def with_most_seeds(numbers, lines_of):
@@ -67,28 +72,29 @@ def with_most_seeds(numbers, lines_of):
             return lines_of(n)
 
 
-def step_times(optimizer):
-    """{name: median_interval of its time over the baseline's} of what is JUDGED and timed."""
-    usual = scale_of(optimizer)
+def step_times(place):
+    """{name: median_interval of its time over the baseline's} of what is JUDGED and timed. Times do
+    not depend on the text.
+    """
+    usual, threads = scale_of(place), PLACES[place][-1]
     timed = judge.timed(usual, [])
     for name, (mode, change) in JUDGED.items():
         timed[name] = judge.timed(usual | change, [mode])[mode]
-    return study.race("judge", timed, measure=False)
+    return study.race("judge", timed, measure=False, threads=threads)
 
 
 @cache
-def judged(optimizer, file="judge"):
+def judged(place):
     """({name: what judge.train returns}, {name: median_interval of its time}) of what is JUDGED.
 
-    The baseline has those lengths and rates that its comparisons need and that have finished. file:
-    where the lines are. Times of steps do not depend on the text.
+    The baseline has those lengths and rates that its comparisons need and that have finished.
     """
-    usual, lines_of, trained = scale_of(optimizer), partial(find, file), {}
+    usual, lines_of, trained = scale_of(place), partial(find, PLACES[place][2]), {}
     for name, (mode, change) in JUDGED.items():
         found = with_most_seeds(SEEDS, partial(judge.train, usual | change, mode, lines_of))
         if found:
             trained[name] = found
-    ratios = {name: each for name, each in step_times(optimizer).items() if name in trained}
+    ratios = {name: each for name, each in step_times(place).items() if name in trained}
     choice, lines = trained[BASELINE]
     lengths = judge.lengths(ratios)
     try:
@@ -105,24 +111,24 @@ def judged(optimizer, file="judge"):
 
 
 @cache
-def compared(optimizer, file="judge"):
+def compared(place):
     """judge.compare of all judged modes, best at equal steps first and diverged ones last."""
-    found = judge.compared(*judged(optimizer, file))
+    found = judge.compared(*judged(place))
     return sorted(found, key=lambda each: each["steps"] or (math.inf, 0))
 
 
-def judged_lines(optimizer, mode):
+def judged_lines(place, mode):
     """The lines of a mode's seeds."""
-    return judged(optimizer)[0][mode][1][1.0]
+    return judged(place)[0][mode][1][1.0]
 
 
-def modes(optimizer, file="judge"):
+def modes(place):
     """The judge's table with verdicts after Holm's correction. The baseline is first, also with
     half and twice its learning rate.
 
     At equal time the least certain of the intervals at the three ratios is corrected.
     """
-    found = compared(optimizer, file)
+    found = compared(place)
     least_certain = lambda gaps, n: max(gaps, key=lambda gap: stats.p_value(gap, n))
     of_steps = {each["mode"]: (each["steps"], each["n"]) for each in found if each["steps"]}
     of_time = {each["mode"]: (least_certain(each["times"], each["n"]), each["n"])
@@ -131,7 +137,7 @@ def modes(optimizer, file="judge"):
     head = ["mode", "seeds", *judge.HEAD[2:5], "after Holm", *judge.HEAD[5:-1]]
     head += ["after Holm, time", judge.HEAD[-1]]
 
-    choice, lines = judged(optimizer, file)[0][BASELINE]
+    choice, lines = judged(place)[0][BASELINE]
     name, _, *rest = judge.cells_of_baseline(choice, lines)
     rows = [[name, len(lines[1.0]), *rest[:3], "", *rest[3:-1], "", rest[-1]]]
     for name in [name for name in judge.other_rates(choice) if name in lines]:
@@ -530,7 +536,7 @@ FACTS = (judge_facts, again_facts, verdict_facts, mixture_facts, lead_facts)
 FACTS += (default_facts, speed_facts)
 TABLES = {
     "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"),
-    "english": partial(modes, "muon", "english"), "at size": at_size,
+    "english": partial(modes, "english"), "wider": partial(modes, "wider"), "at size": at_size,
     "depths": depths, "early": early, "mixtures": mixtures, "speed": speed,
     "brief": lambda: (("mode", "worth", "cost"), [*brief()]),
     "facts": lambda: (("fact", "value"), [row for facts in FACTS for row in facts()]),

@@ -451,7 +451,8 @@ def test_a_rehearsal_is_small_and_says_so(place, monkeypatch, capsys):
     trained = []
     loss_of = lambda full: 5.0 + 0.1 * full["seed"] + full["learning_rate"]
     monkeypatch.setattr(study, "train", trainer(loss_of, trained))
-    monkeypatch.setattr(study, "race", lambda name, runs: dict.fromkeys(runs, (1.0, 1.0, 1.0)))
+    same_times = lambda name, runs, threads: dict.fromkeys(runs, (1.0, 1.0, 1.0))
+    monkeypatch.setattr(study, "race", same_times)
     monkeypatch.setattr(study, "ROUNDS", study.ROUNDS)
     for name in (*judge.OWN, *judge.FEW):
         monkeypatch.setattr(judge, name, getattr(judge, name))
@@ -651,6 +652,24 @@ def test_a_timed_step_has_the_micro_steps_of_training(monkeypatch, total, micro_
     assert sum(rows) * 32 == study.STEPS * (total or 4 * 32)
 
 
+def test_times_with_other_threads_are_kept_apart(place, monkeypatch):
+    used, usual = [], torch.get_num_threads()
+
+    def timed(candidates, rounds):
+        used.append(torch.get_num_threads())
+        return {"one": [1.0] * 5, "other": [1.0 + 0.1 * used[-1]] * 5}
+
+    monkeypatch.setattr(study, "stepper", lambda full, device: None)
+    monkeypatch.setattr(study.bench, "race", timed)
+    runs = {"one": {"residual": "prenorm"}, "other": {"residual": "nag"}}
+    try:
+        found = [study.race("judge", runs, threads=n)["other"] for n in (1, 2, 1, 2)]
+    finally:
+        torch.set_num_threads(usual)
+    assert used == [1, 2]
+    assert [ratio for _, ratio, _ in found] == pytest.approx([1.1, 1.2, 1.1, 1.2])
+
+
 def test_the_lead_is_paired_by_seed(place, monkeypatch, capsys):
     loss = {"prenorm": 2.0, "nag": 1.9, "bhyt": 1.95}
 
@@ -821,7 +840,7 @@ def test_a_mode_with_a_setting_has_a_row_once_its_runs_have_finished(place, monk
         "prenorm": ("prenorm", {}), "ihc": ("ihc", {}), "ihc, 2 streams": ("ihc", {"hc_streams": 2})
     })  # fmt: skip
     scale, lines_of = tables.scale_of("muon"), partial(study.run, "judge")
-    time = {"computes": study.place(scale)["computes"], "ratio": [1.1, 1.2, 1.3]}
+    time = {"computes": study.place(scale)["computes"], "ratio": [1.1, 1.2, 1.3], "threads": 1}
 
     def judge_now(mode, change):
         judge.train(scale | change, mode, lines_of, 5, judge.LENGTHS[:3])
