@@ -179,13 +179,15 @@ def exchange_kernel(
     RP: tl.constexpr, K: tl.constexpr, E: tl.constexpr, source: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """W has R rows, of K streams each. If K = 1, each stream has R products of its own."""
+    """W has R rows, of K streams each. If K = 1, each stream has R products and a square of its
+    own."""
     writes: tl.constexpr = F is not None
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     live, rows = rows < N, rows.to(tl.int64)
     size, row = tl.cast(N, tl.int64) * C, tl.arange(0, RP)
     zero = up(tl.zeros((BT, BC), X.dtype.element_ty))
-    ys, squares, length = repeated(tl.zeros((BT, RP), zero.dtype), n // K), repeated(zero, n), zero
+    ys, squares = repeated(tl.zeros((BT, RP), zero.dtype), n // K), repeated(zero, n // K)
+    length = zero
     if source == 1:
         pre = numbers(Lane, rows, E, live, 0, n)
 
@@ -206,34 +208,31 @@ def exchange_kernel(
                     w = W + row[None, :] * (K * C) + i * C + columns[:, None]
                     w = up(tl.load(w, (row < R)[None, :] & (columns < C)[:, None], 0.0))
                 y = product(xs[i], w, ys[i if K == 1 else 0], half)
+                square = squares[i if K == 1 else 0] + xs[i] * xs[i]
                 if K == 1:
-                    each = each + (y,)
+                    each, summed = each + (y,), summed + (square,)
                 else:
-                    ys = (y,)
-                summed = summed + (squares[i] + xs[i] * xs[i],)
-            ys, squares = each if K == 1 else ys, summed
+                    ys, squares = (y,), (square,)
+            if K == 1:
+                ys, squares = each, summed
         if source == 1:
             h = weighted(pre, xs, n)
             length += h * h
             tl.store(H + at, h.to(H.dtype.element_ty), mask)
 
     if R > 0:
+        sums = ()
         for i in tl.static_range(n // K):
             of_y = Y + rows[:, None] * (n // K * R) + i * R + row
             tl.store(of_y, ys[i], live[:, None] & (row < R))
-        sums = ()
-        for i in tl.static_range(n):
             sums = sums + (tl.sum(squares[i], 1),)
-            tl.store(Squares + rows * n + i, sums[i], live)
+            tl.store(Squares + rows * (n // K) + i, sums[i], live)
     if source >= 2:  # h_pre of Eq. 3 or 4
         tanh: tl.constexpr = source == 3
         s, pre = tl.load(S), ()
-        total = sums[0]
-        for i in tl.static_range(1, n):
-            total += sums[i]
         for i in tl.static_range(n):
             y_i = tl.sum(tl.where(row == (0 if tanh else i), ys[i if tanh else 0], 0.0), 1)
-            scale = tl.rsqrt((sums[i] / C if tanh else total / (n * C)) + eps)
+            scale = tl.rsqrt(sums[i if tanh else 0] / (K * C) + eps)
             _, h_pre = squashed(y_i, scale, s, tl.load(B + (i * R if tanh else i)), tanh)
             if not tanh:
                 h_pre = 1 / (1 + tl.exp(-h_pre)) + eps
@@ -339,7 +338,7 @@ def exchange_backward_kernel(
                 of_gain += tl.sum(u * h, 0)
                 u = u * gain - k[:, None] * h
         if R > 0:
-            twice, summed = numbers(Grad_squares, rows, n, live, 0, n), ()
+            twice, summed = numbers(Grad_squares, rows, n // K, live, 0, n // K), ()
         grads = ()
         for i in tl.static_range(n):
             grad = zero
@@ -355,7 +354,7 @@ def exchange_backward_kernel(
                 if i < n // K:
                     of_y = Grad_y + rows[:, None] * (n // K * R) + i * R + row
                     grad_y = rounded(tl.load(of_y, live[:, None] & (row < R), 0.0))
-                grad += 2 * twice[i] * new[i]
+                grad += 2 * twice[i if K == 1 else 0] * new[i]
                 grad = rough_product(grad_y, ws[i if K > 1 else 0], grad)
                 more = rough_product(tl.trans(grad_y), rounded(new[i]), sums[i if K > 1 else 0])
                 if K > 1:
@@ -453,15 +452,14 @@ def maps_kernel(
     stride: tl.constexpr = n + 2 if tanh else 1  # of the entries of streams in Y and B
     post: tl.constexpr = 1 if tanh else n  # where h_post is there
     mix: tl.constexpr = 2 if tanh else 2 * n  # where M is
-    token, one = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, n2)
-    kept, own = (token < N)[:, None] & (one < n), one < n
-    token, step = token.to(tl.int64)[:, None], tl.cast(N, tl.int64) * n
+    token, one = (tl.program_id(0) * BT + tl.arange(0, BT))[:, None], tl.arange(0, n2)
+    live, own = token < N, one < n
+    kept = live & own
+    token, step = token.to(tl.int64), tl.cast(N, tl.int64) * n
     of_stream = token * n + one
-    total = tl.load(Squares + of_stream, kept, 0.0)
-    if not tanh:
-        total = tl.sum(total, 1)[:, None]
+    squares = Squares + (of_stream if tanh else token)
     size: tl.constexpr = C if tanh else n * C
-    scale = tl.rsqrt(total / size + eps)
+    scale = tl.rsqrt(tl.load(squares, kept if tanh else live, 0.0) / size + eps)
 
     s_pre, s_post = up(tl.load(S)), up(tl.load(S + 1))
     at = token * R + one * stride
@@ -529,9 +527,11 @@ def maps_kernel(
             else:
                 tl.store(part + R + 2, tl.sum(of_s_mix))
         tl.store(part + R, of_first)
+        squares = Grad_squares + (of_stream if tanh else token)
         if not tanh:
-            of_scale = tl.broadcast_to(tl.sum(of_scale, 1)[:, None], (BT, n2))
-        tl.store(Grad_squares + of_stream, -0.5 / size * of_scale * scale * scale * scale, kept)
+            of_scale = tl.sum(of_scale, 1)[:, None]
+        of_squares = -0.5 / size * of_scale * scale * scale * scale
+        tl.store(squares, of_squares, kept if tanh else live)
 
 
 def contiguous(x):
@@ -562,7 +562,7 @@ def exchange_op(
     BT, num_warps = (32, 8) if R <= 16 else (16, 4)
     empty = lambda wanted, *size: X.new_empty(*size if wanted else (0,), dtype=dtype)
     K = streams_of_rows(w, C)
-    y, squares = empty(R, *shape, n // K * R), empty(R, *shape, n)
+    y, squares = empty(R, *shape, n // K * R), empty(R, *shape, n // K)
     pre, rho = empty(source, *shape, n), empty(gain is not None, *shape, 1)
     new = X.new_empty(0 if f is None else X.shape)
     h = X.new_empty((*shape, C) if source else 0)
@@ -637,10 +637,10 @@ class Exchange(torch.autograd.Function):
     def backward(ctx, grad_new, grad_y, grad_squares, _, q, grad_h):
         X, f, lane, w, gain, pre, rho = ctx.saved_tensors
         if w is not None:
+            groups = len(X) // streams_of_rows(w, X.size(-1))
             zeros = lambda size: pre.new_zeros(*X.shape[1:-1], size)
-            products = len(w) * len(X) // streams_of_rows(w, X.size(-1))
-            grad_y = zeros(products) if grad_y is None else grad_y
-            grad_squares = zeros(len(X)) if grad_squares is None else grad_squares
+            grad_y = zeros(groups * len(w)) if grad_y is None else grad_y
+            grad_squares = zeros(groups) if grad_squares is None else grad_squares
         if not pre.numel():  # compiled, an output that nobody used has zeros, not None
             grad_h = None
         grads = map(contiguous, (q, grad_new, grad_h, grad_y, grad_squares))
@@ -684,9 +684,9 @@ class Normed(torch.autograd.Function):
         return grad, (grad.to(rho.dtype) * h).sum(-1, keepdim=True) / rho
 
 
-def launch_maps(inputs, grads, outputs, E, C, tanh, iters, eps):
-    y, squares, s, b = inputs
-    n, R, N = squares.size(-1), y.size(-1), squares.numel() // squares.size(-1)
+def launch_maps(inputs, grads, outputs, E, n, C, tanh, iters, eps):
+    y, _, s, _ = inputs
+    R, N = y.size(-1), y.numel() // y.size(-1)
     backward, mixes = grads[1] is not None, R > 2 * n
     scans = backward and mixes and not tanh
     factors = y.new_empty(2 * iters - 1 if scans else 0, N, n)
@@ -700,29 +700,29 @@ def launch_maps(inputs, grads, outputs, E, C, tanh, iters, eps):
 @triton_op("residual::maps", mutates_args={})
 def maps_op(
     y: Tensor, squares: Tensor, s: Tensor, b: Tensor,
-    joined: bool, C: int, tanh: bool, iters: int, eps: float,
+    joined: bool, n: int, C: int, tanh: bool, iters: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """h_pre, and (h_post, M). joined: nothing, and all of them"""
-    E = y.size(-1) - (0 if joined else squares.size(-1))
-    pre = squares.new_empty(0 if joined else squares.shape)
-    lane = y.new_empty(*y.shape[:-1], E)
+    E, shape = y.size(-1) - (0 if joined else n), y.shape[:-1]
+    pre = y.new_empty(0 if joined else (*shape, n))
+    lane = y.new_empty(*shape, E)
     outputs = None if joined else pre, lane, None, None, None
-    launch_maps((y, squares, s, b), (None, None), outputs, E, C, tanh, iters, eps)
+    launch_maps((y, squares, s, b), (None, None), outputs, E, n, C, tanh, iters, eps)
     return pre, lane
 
 
 @triton_op("residual::maps_backward", mutates_args={})
 def maps_backward_op(
     y: Tensor, squares: Tensor, s: Tensor, b: Tensor, grad_pre: Tensor | None, grad_lane: Tensor,
-    C: int, tanh: bool, iters: int, eps: float,
+    n: int, C: int, tanh: bool, iters: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of y and squares; partial sums of b's and s's in one tensor"""
-    N = squares.numel() // squares.size(-1)
+    N = y.numel() // y.size(-1)
     parts = y.new_empty(triton.cdiv(N, TOKENS), y.size(-1) + len(s))
     out = torch.empty_like(y), torch.empty_like(squares), parts
     inputs, grads = (y, squares, s, b), (grad_pre, grad_lane)
     E = grad_lane.size(-1)
-    launch_maps(inputs, grads, (None, None, *out), E, C, tanh, iters, eps)
+    launch_maps(inputs, grads, (None, None, *out), E, n, C, tanh, iters, eps)
     return out
 
 
@@ -743,7 +743,7 @@ class Maps(torch.autograd.Function):
         given = grad_pre.contiguous() if grad_pre.numel() else None, grad_lane.contiguous()
         grad_y, grad_squares, parts = maps_backward_op(*inputs, *given, *ctx.how)
         of_b, of_s = parts.sum(0).split([b.numel(), len(s)])
-        return grad_y, grad_squares, of_s, of_b.view_as(b), *[None] * 5
+        return grad_y, grad_squares, of_s, of_b.view_as(b), *[None] * 6
 
 
 # ------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ Hyper-Connections keep n streams X (n, C) for each token. Three maps, made from 
                end: h of Eq. 8 with its own gains, D and U, and no final norm
     wide       NVIDIA's Nemotron, Megatron-LM #6716. The maps are constants of the sublayer:
                f = F(Norm(sum_i sigmoid(rho_i) X_i))                                            (10)
-               X_i <- (1 - 0.1 sigmoid(-kappa_i)) X_i + 2 sigmoid(beta_i) f                     (11)
+               X_i <- (0.9 + 0.1 sigmoid(kappa_i)) X_i + 2 sigmoid(beta_i) f                    (11)
                end: the sum of Eq. 10 with its own rho, then Norm
 
 mhc_start sets the initial maps of mhc, ihc and smhc. W is random. At "prenorm" the s are 0, h_pre
@@ -232,8 +232,10 @@ def wide_read(X, rho):
 
 def wide_write(X, kappa, beta, f):
     """The new X of Eq. 11."""
-    kept = entries(1 - 0.1 * torch.sigmoid(-kappa), X[0])
-    post = entries(2 * torch.sigmoid(beta), X[0])
+    n, both = len(X), torch.sigmoid(torch.cat([kappa, beta]))  # one sum over tokens for both
+    factors = entries(both, X[0])
+    kept = [0.9 + 0.1 * factor for factor in factors[:n]]
+    post = [2 * factor for factor in factors[n:]]
     return [(k * upcast(x) + h * f).to(x.dtype) for k, x, h in zip(kept, X, post)]
 
 
@@ -321,7 +323,7 @@ class Streams(PreNorm):
         f, lane = stream.sources or (None, stream.lane if given else None)
         how = (w, s, b, gain, source, eps, norm_eps)
         X, products, squares, used, rho, h = kernels.Exchange.apply(stream.x, f, lane, *how)
-        how = (given, X.size(-1), source == kernels.TANH, 20, eps)
+        how = (given, self.n, X.size(-1), source == kernels.TANH, 20, eps)
         pre, maps = kernels.Maps.apply(products, squares, s, b, *how)
         if not given:
             h = kernels.Reading.apply(h, rho, pre, gain, X, used)

@@ -339,7 +339,7 @@ def by_kernels(monkeypatch):
     def mhc_maps(X, w, s, b, iters=20, eps=streams.EPS):
         _, y, squares, *_ = first(X, None, w, None, None, None, kernels.NONE, eps, 0.0)
         n, C = len(X), X[0].size(-1)
-        pre, maps = kernels.Maps.apply(y, squares, s, b, False, C, False, iters, eps)
+        pre, maps = kernels.Maps.apply(y, squares, s, b, False, n, C, False, iters, eps)
         post, M = maps[..., :n].split(1, -1), maps[..., n:].split(1, -1)
         return pre.split(1, -1), post, [M[i : i + n] for i in range(0, len(M), n)] or None
 
@@ -385,7 +385,7 @@ def test_streams_have_the_gradient_of_either_sum_alone():
     _, y, squares, *_ = kernels.Exchange.apply(X, None, None, w, *how)
     for found, plain in (
         (y, torch.cat([*X], -1) @ w.T),
-        (squares, X.square().sum(-1).movedim(0, -1)),
+        (squares, X.square().sum((0, -1))[..., None]),
     ):
         grad = randoms(found.shape)[0].to(found)
         ours, expected = (

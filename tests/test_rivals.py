@@ -355,7 +355,7 @@ def test_three_sublayers_equal_the_golden_with_gradients(kind):
 def test_wide_starts_with_the_mean_of_parted_streams_and_keeps_999_of_1000():
     wide = tiny(residual="wide", hc_streams=3).blocks[0].attn_residual
     assert_close(torch.sigmoid(wide.rho), torch.full((3,), 1 / 3))
-    assert_close(1 - 0.1 * torch.sigmoid(-wide.kappa), torch.full((3,), 0.999))
+    assert_close(0.9 + 0.1 * torch.sigmoid(wide.kappa), torch.full((3,), 0.999))
     assert_close(wide.beta.data, torch.tensor([-0.01, 0.0, 0.01]))
 
 
