@@ -11,7 +11,8 @@ Measure speed and memory. Candidates run in turn in one process.
     train       a training step of one micro-step, and the first one, which compiles unless the
                 compiler's cache has the code
     nanogpt     the same step with AdamW, of nanoGPT's model (--nanogpt_model: the path of its
-                model.py) and of ours, compiled block by block and as one graph
+                model.py) and of ours, compiled block by block, as one graph, and on CUDA as one
+                graph that CUDA replays
     memory      bytes that a training step keeps for the backward pass, and the peak
     generate    reading the prompt, and a token without a cache, both eager; decoding with a cache
                 as one graph, compared with the time to read all weights once per token
@@ -357,6 +358,9 @@ def nanogpt(base, copy, matmul):
         runs[name] = stepper(*how)[0]
         runs[name + ", one graph"], model, _ = stepper(*how, compile=False)
         model.compile()
+        if device.startswith("cuda"):
+            runs[name + ", CUDA graphs"], model, _ = stepper(*how, compile=False)
+            model.compile(mode="reduce-overhead")
     first = {name: seconds(run) for name, run in runs.items()}
     note = lambda name, medians: f"the first step took {first[name]:.1f} s"
     title = f"a step of {batch_size} x {base.block_size}, AdamW"

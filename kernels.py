@@ -69,6 +69,7 @@ if not (torch.cuda.is_available() or interpreted):
 
 MOST_STREAMS = 4  # with more of them, threads would need more registers than there are
 TOKENS = 32  # of a program that makes maps
+CHUNK = 1024  # tokens of a part of a sum of gradients
 LEAST_TOKENS = 1024  # with fewer, as in decoding, too few programs run; not timed
 NONE, GIVEN, SIGMOID, TANH = 0, 1, 2, 3  # h_pre: none, the first in lane, of Eq. 4, of Eq. 3
 
@@ -584,8 +585,8 @@ def exchange_backward_op(
     The sum of all parts is the gradient."""
     n, *shape, C = X.shape
     N, R = math.prod(shape), 0 if w is None else w.size(0)
-    BC, chunk = min(64, power_above(C)), 1024  # at N = 4096, C = 2048: 128 programs, 132 SMs
-    across, along = triton.cdiv(C, BC), triton.cdiv(N, chunk)
+    BC = min(64, power_above(C))  # at N = 4096, C = 2048: 128 programs, 132 SMs
+    across, along = triton.cdiv(C, BC), triton.cdiv(N, CHUNK)
     dtype = torch.promote_types(X.dtype, torch.float32)
     empty = lambda wanted, *size: X.new_empty(*size if wanted else (0,), dtype=dtype)
     grad_x = torch.empty_like(X)
@@ -596,7 +597,7 @@ def exchange_backward_op(
     parts = empty(True, along, of_w if gain is None or grad_h is None else of_w + C)
     wrap_triton(exchange_backward_kernel)[(across, along)](
         X, f, lane, w, gain, pre, rho, q, grad_new, grad_h, grad_y, grad_squares,
-        grad_x, grad_f, grad_lane, parts, N, chunk,
+        grad_x, grad_f, grad_lane, parts, N, CHUNK,
         C, n, R, power_above(R), K, numbers_of(lane), given, 16, BC, num_warps=8, num_stages=1,
     )  # fmt: skip
     return grad_x, grad_f, grad_lane, parts

@@ -244,8 +244,9 @@ def wide_write(X, kappa, beta, f):
 #
 # On CUDA, kernels.py reads and writes the streams of hc, mhc, ihc and smhc, if there are at most
 # MOST_STREAMS and at least LEAST_TOKENS, in one tensor: Stream.x is X (n, B, T, C). There a write
-# waits for the next read, which does both in one pass: until then Stream.sources are f and the maps
-# h_post, (h_post, M) or (h_pre, h_post, M), a tensor (B, T, n), n + n^2 or 2 n + n^2.
+# waits for the next read, compiled or not, and that read does both in one pass: until then
+# Stream.sources are f and the maps h_post, (h_post, M) or (h_pre, h_post, M), a tensor (B, T, n),
+# n + n^2 or 2 n + n^2.
 
 
 def stacked(stream):

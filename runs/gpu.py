@@ -49,17 +49,9 @@ PROCESSES = {
     "residual: norms": f"{STREAM} --modes=prenorm,prenorm,none,postnorm,perinorm,lns",
     "residual: tanh": f"{STREAM} --modes=prenorm,dyt,derf,bhyt",
     "residual: others": f"{STREAM} --modes=prenorm,x0mix,orthogonal,keel,ngpt",
-    "residual: nag": f"{STREAM} --modes=prenorm,nag",
-    "residual: hc": f"{STREAM} --modes=prenorm,hc",
-    "residual: ihc": f"{STREAM} --modes=prenorm,ihc",
-    "residual: attnres": f"{STREAM} --modes=prenorm,attnres",
     "step, 2 x 2048: norms": f"{WIDE} --modes=prenorm,prenorm,bhyt,perinorm,lns",
     "step, 2 x 2048: tanh": f"{WIDE} --modes=prenorm,dyt,derf",
     "step, 2 x 2048: others": f"{WIDE} --modes=prenorm,x0mix,orthogonal,keel,ngpt",
-    "step, 2 x 2048: nag": f"{WIDE} --modes=prenorm,nag",
-    "step, 2 x 2048: hc": f"{WIDE} --modes=prenorm,hc",
-    "step, 2 x 2048: ihc": f"{WIDE} --modes=prenorm,ihc",
-    "step, 2 x 2048: attnres": f"{WIDE} --modes=prenorm,attnres",
     "step, 8 x 2048": f"{WIDE} --n_layer=8 --modes=prenorm,attnres,attnres_block",
     "step, 12 x 768: nag": f"{BATCHED} --what=train --modes=prenorm,prenorm,nag",
     "forward": f"{WIDE} --what=forward --modes=prenorm,prenorm,perinorm,bhyt,nag",
@@ -69,6 +61,9 @@ PROCESSES = {
     "race, 8 sequences": f"{RACE} --batch_size=8",
     "race, 32 sequences": f"{RACE} --batch_size=32",
 }
+SLOW = ("nag", "hc", "mhc", "ihc", "smhc", "wide", "attnres", "attnres_block")  # to compile
+PROCESSES |= {f"residual: {mode}": f"{STREAM} --modes=prenorm,{mode}" for mode in SLOW}
+PROCESSES |= {f"step, 2 x 2048: {mode}": f"{WIDE} --modes=prenorm,{mode}" for mode in SLOW}
 DEVICE = "cuda"
 FOLDER = ROOT / "out" / "gpu"  # what bench.py prints, and its numbers
 RESULT = ROOT / "results" / "speed" / "gpu.json"

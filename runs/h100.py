@@ -6,18 +6,20 @@ What compiled code would move on an H100, counted on a machine without a GPU.
 
 Inductor writes the kernels for sm_90, Triton compiles all of them, and Inductor counts the bytes
 that each one reads and writes: the same numbers on every machine. A pass is one read or write of
-the stream (4, 1024, 2048). Nothing is measured: the time of launches, caches, cuBLAS and NCCL are
-not in these numbers.
+the stream (4, 1024, 2048). Only the seconds of compilation are measured: the time of launches,
+caches, cuBLAS and NCCL are not in these numbers.
 
 Kernels are those that compiled code launches; of a step, the embedding and the optimizers are
-outside of it. Of a step it also counts the calls of compiled code, and softmaxes. Attention has
-none, unless it has a mask: the loss has one, and so has each router of experts.
+outside of it. Of a step it also counts the calls of compiled code, and masks: attentions with a
+mask, and softmaxes, as which these may be written out. The loss has one, and so has each router of
+experts.
 
 Tensors are fake: they have shapes and no data. It needs g++ and `pip install triton==3.9.0`.
 """
 
 import ctypes
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -25,6 +27,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from configurator import configure
 
 what = "residual"  # residual: reads and writes of the stream alone; step: a training step
-modes = "all"  # names, separated by commas, each with changes such as nag:nag_directions=0
+modes = "all"  # separated by commas: all, or names with changes such as nag:nag_directions=0
 stream = "bfloat16"  # residual: dtype of the stream; train.py's default is float32
 parts = "dense,experts,skipping"  # step: kinds of models
 out: str | None = None  # a .json file for the numbers
@@ -46,8 +49,10 @@ KINDS = {
     "experts": dict(moe_experts=8, n_hidden=1024),
     "skipping": dict(mod_on="both", mod_rate=0.4, mod_router="learned"),
 }
+SOURCES = (2, 9)  # numbers of sources that kernels of Attention Residuals are compiled for
 # a line that starts a kernel: of Triton, of cuBLAS, or another one of PyTorch
 LAUNCH = re.compile(r"\w\.run\(|extern_kernels\.\w+\(|torch\.ops\.(aten|residual)\.[\w.]+\(")
+MASKED = re.compile(r"softmax|(?<!flash_)attention(?!_backward)")  # that of flash has no mask
 GUARD = """
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -110,12 +115,13 @@ import mod
 from machine import autocast
 from model import GPT, RESIDUALS, GPTConfig
 
+TARGET = GPUTarget("cuda", 90, 32)
 plain_bytes_of_each = BaseSchedulerNode.get_read_write_buffer_accesses
 plain_call = CompiledFxGraph.__call__
 plain_attention = torch.nn.functional.scaled_dot_product_attention
 spills = []  # of each compiled kernel: bytes of registers that a thread keeps in memory
-calls = []  # of compiled code: (launches, softmaxes)
-ours = {}  # {a kernel of kernels.py: the most registers, shared memory and spills}
+calls = []  # of compiled code: (launches, softmaxes and attentions with a mask)
+ours = {}  # {a kernel of kernels.py: the largest numbers of resources, and the lowest occupancy}
 
 
 def flash_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
@@ -126,22 +132,58 @@ def flash_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **m
     return flash(q, k, v, dropout_p, is_causal, scale=more.get("scale"))[0]
 
 
+def resources(compiled):
+    """Of a compiled kernel: registers and spilled bytes of a thread, bytes of shared memory of a
+    program, and the share of an SM's warps that can run at a time."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True).stdout
+    registers = max(map(int, re.findall(r"REG:(\d+)", told)))
+    spilled = sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", told)))
+    shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
+
+    of_warp = 256 * math.ceil(registers * DEVICE.warp_size / 256)  # registers come in such pieces
+    most = DEVICE.max_threads_per_multi_processor // DEVICE.warp_size
+    of_shared = DEVICE.shared_memory_per_multiprocessor // (shared + 1024)  # 1 KiB is reserved
+    programs = min(most // warps, DEVICE.regs_per_multiprocessor // (of_warp * warps), of_shared)
+    return registers, spilled, shared, programs * warps / most
+
+
+def keep(name, compiled):
+    """Note the resources of a kernel of kernels.py."""
+    found = resources(compiled)
+    before = ours.get(name, found)
+    ours[name] = [*map(max, found[:3], before), min(found[3], before[3])]
+
+
 def compile_only(self, *args, **kwargs):
     """In place of loading each kernel onto the device."""
     self._precompile_worker()
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     for result in self.compile_results:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(result.kernel.asm["cubin"])
-            file.flush()
-            told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
-        spilled = sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", told.stdout)))
-        spills.append(spilled)
+        spills.append(resources(result.kernel)[1])
         if hasattr(kernels, self.fn.__name__):
-            registers = max(map(int, re.findall(r"REG:(\d+)", told.stdout)))
-            found = registers, result.kernel.metadata.shared, spilled
-            before = ours.get(self.fn.__name__, found)
-            ours[self.fn.__name__] = [*map(max, found, before)]
+            keep(self.fn.__name__, result.kernel)
+
+
+def compile_reads():
+    """Compile the kernels of Attention Residuals, which are no part of compiled code."""
+    numbers = dict(D=SHAPE[-1], BLOCK=SHAPE[-1], EPS=1e-6, NORM_EPS=1e-6)
+    for older, kernel in itertools.product(SOURCES, (kernels.read_forward, kernels.read_backward)):
+        types = dict.fromkeys(kernel.arg_names, "*fp32") | {"N": "i32"}
+        types |= dict.fromkeys(("vs", "of_vs"), ("*bf16",) * older)
+        types |= dict.fromkeys(("y_ptr", "o2_ptr", "of_y_ptr", "of_o2_ptr"), "*bf16")
+        fixed = numbers | dict.fromkeys(("ran_ptr", "o_ptr", "lse_ptr")) | {"SHARED": older}
+        fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
+        types = {n: "constexpr" if n in fixed else types[n] for n in kernel.arg_names}
+        lists = [at for at, kind in enumerate(types.values()) if isinstance(kind, tuple)]
+        aligned = [(at,) for at, kind in enumerate(types.values()) if kind[0] == "*"]
+        aligned += itertools.product(lists, range(older))
+        aligned = dict.fromkeys(aligned, [["tt.divisibility", 16]])
+        source = triton.compiler.ASTSource(kernel, types, fixed, aligned)
+        keep(kernel.__name__, triton.compile(source, TARGET, dict(num_warps=8)))
 
 
 def bytes_of_each(self, include_reads, include_writes):
@@ -155,11 +197,11 @@ def bytes_of_each(self, include_reads, include_writes):
 
 
 def count_and_call(self, inputs):
-    """In place of a call of compiled code: also counts its launches and its softmaxes."""
+    """In place of a call of compiled code: also counts its launches, and what may have a mask."""
     lines = [line for line in self.source_code.splitlines() if not line.lstrip().startswith("#")]
     targets = [str(node.target) for node in self._original_gm.graph.nodes]
     launches = sum(len([*LAUNCH.finditer(line)]) for line in lines)
-    calls.append((launches, sum("softmax" in target for target in targets)))
+    calls.append((launches, sum(bool(MASKED.search(target)) for target in targets)))
     return plain_call(self, inputs)
 
 
@@ -172,8 +214,7 @@ def stand_in():
     torch.Tensor.unflatten = torch._C.TensorBase.unflatten  # Dynamo cannot trace super() in it
     mod.Router.update_k = lambda self: setattr(self, "k", round((1 - self.rate) * self.T))
 
-    target = GPUTarget("cuda", 90, 32)
-    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: TARGET))
     triton_helpers.set_driver_to_gpu = lambda: None
     triton_heuristics.CachingAutotuner.precompile = compile_only
     triton_heuristics.StaticTritonCompileResult.can_statically_launch = lambda *args, **more: None
@@ -214,23 +255,27 @@ def measured(run, config):
     metrics.reset()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    began = time.monotonic()
     with FakeTensorMode(), torch.device("cuda:0"):
         run(config)
+    seconds = round(time.monotonic() - began)
+    if what == "residual" and config.residual == "attnres":
+        compile_reads()
     itemsize = getattr(torch, stream).itemsize if what == "residual" else 4
     one_pass = math.prod(SHAPE) * itemsize
     passes = round(metrics.num_bytes_accessed / one_pass, 2)
-    launches, softmaxes = map(sum, zip(*calls))
+    launches, masks = map(sum, zip(*calls))
     found = {"passes": passes, "kernels": launches}
     breaks = torch._dynamo.utils.counters["graph_break"]
-    found |= {"spill": max(spills, default=0), "breaks": len(breaks)}
+    found |= {"spill": max(spills, default=0), "breaks": len(breaks), "seconds": seconds}
     if what == "step":
-        found |= {"calls": len(calls), "softmaxes": softmaxes}
+        found |= {"calls": len(calls), "masks": masks}
     return found | ({"ours": dict(ours)} if ours else {})
 
 
 def cases():
     """(name, config) of everything to compile. A name is a mode, with or without changes."""
-    for name in [*RESIDUALS] if modes == "all" else modes.split(","):
+    for name in modes.replace("all", ",".join(RESIDUALS)).split(","):
         mode, *changes = name.split(":")
         if mode not in RESIDUALS:
             raise SystemExit(f"modes={mode!r}: choose from {', '.join(RESIDUALS)}")

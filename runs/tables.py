@@ -1,5 +1,5 @@
 """
-Fill the marked tables and numbers of the pages in PAGES from results/, and draw both figures.
+Fill the marked tables and numbers of the pages in PAGES from results/, and draw the figures.
 
     python runs/tables.py
 
@@ -45,6 +45,9 @@ OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
 PLACES = {  # where designs are compared: (config file, optimizer, file of results, threads)
     "muon": ("judge_8x64", "muon", "judge", 1), "adamw": ("judge_8x64", "adamw", "judge", 1),
     "english": ("judge_8x64", "muon", "english", 1), "wider": ("judge_8x128", "muon", "judge", 2),
+}  # fmt: skip
+TRAVELS = {  # places with Muon, as blocks x width and text
+    "muon": "8 x 64, Python", "english": "8 x 64, English", "wider": "8 x 128, Python"
 }  # fmt: skip
 JUDGED = {mode: (mode, {}) for mode in RESIDUALS}  # name: (mode, its own settings)
 JUDGED |= {"ihc, 2 streams": ("ihc", {"hc_streams": 2})}
@@ -150,6 +153,30 @@ def modes(place):
         row = [name, each["n"], *rest[:3], at_steps.get(name, ""), *rest[3:-1]]
         rows.append([*row, at_time.get(name, ""), rest[-1]])
     return head, rows
+
+
+def in_several_places():
+    """[(name, place)] of what was judged in several places, the baseline first."""
+    counts = Counter(name for place in TRAVELS for name in judged(place)[0])
+    several = [name for name, n in counts.items() if n > 1]
+    return [(name, place) for name in several for place in TRAVELS if name in judged(place)[0]]
+
+
+def places():
+    """The rows of what was judged in several places."""
+    head, rows = modes("muon")[0], []
+    for name, place in in_several_places():
+        (cells,) = [rest for first, *rest in modes(place)[1] if first == name]
+        rows.append((name, TRAVELS[place], *cells))
+    return (head[0], "where", *head[1:]), rows
+
+
+def compared_in_several_places(words):
+    """judge.compare of what was judged in several places, with a name in words and the place."""
+    for name, place in in_several_places():
+        for each in compared(place):
+            if each["mode"] == name:
+                yield each | {"mode": f"{words[name]}\n{TRAVELS[place]}"}
 
 
 def judge_facts():
@@ -503,18 +530,34 @@ def speed():
     found["residual alone, H200"] = alone
     moved = load("speed/h100.json")["modes"]
 
-    def on_h100(mode):
-        if mode not in moved:
+    def on_h100(mode, change):
+        name = ":".join([mode, *(f"{key}={value}" for key, value in change.items())])
+        if name not in moved:
             return ""
-        passes, kernels = moved[mode]["passes"], moved[mode]["kernels"]
+        passes, kernels = moved[name]["passes"], moved[name]["kernels"]
         return f"{passes:.1f} ({passes / moved[BASELINE]['passes']:.2f}), {kernels}"
 
     rows = []
-    for mode in JUDGED:
-        cells = [*(with_range(of.get(mode)) for of in found.values()), on_h100(mode)]
+    for name, judged in JUDGED.items():
+        cells = [*(with_range(of.get(name)) for of in found.values()), on_h100(*judged)]
         if any(cells):
-            rows.append((mode, *cells))
+            rows.append((name, *cells))
     return ("mode", *found, "passes on an H100 (ratio), kernels"), rows
+
+
+def hand_written():
+    """The kernels of kernels.py compiled for an H100, each where it needs most."""
+    modes = load("speed/h100.json")["modes"]
+    found = {}
+    for mode, of in modes.items():
+        for kernel, numbers in of.get("ours", {}).items():
+            found.setdefault(kernel, {})[mode] = numbers
+    rows = []
+    for kernel, of_mode in found.items():
+        registers, spilled, shared, occupancy = zip(*of_mode.values())
+        numbers = max(registers), max(spilled), max(shared), f"{min(occupancy):.0%}"
+        rows.append((f"`{kernel}`", ", ".join(of_mode), *numbers))
+    return ("kernel", "modes", "registers", "spilled bytes", "shared bytes", "occupancy"), rows
 
 
 def brief():
@@ -536,9 +579,10 @@ FACTS = (judge_facts, again_facts, verdict_facts, mixture_facts, lead_facts)
 FACTS += (default_facts, speed_facts)
 TABLES = {
     "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"),
-    "english": partial(modes, "english"), "wider": partial(modes, "wider"), "at size": at_size,
-    "depths": depths, "early": early, "mixtures": mixtures, "speed": speed,
-    "brief": lambda: (("mode", "worth", "cost"), [*brief()]),
+    "english": partial(modes, "english"), "wider": partial(modes, "wider"), "places": places,
+    "at size": at_size, "depths": depths, "early": early, "mixtures": mixtures,
+    "speed": speed, "brief": lambda: (("mode", "worth", "cost"), [*brief()]),
+    "kernels": hand_written,
     "facts": lambda: (("fact", "value"), [row for facts in FACTS for row in facts()]),
 }  # fmt: skip
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?<!-- end -->", re.S)
@@ -597,5 +641,7 @@ if __name__ == "__main__":
         text = filled((ROOT / page).read_text())
         (ROOT / page).write_text(text)
     readme = (ROOT / "README.md").read_text()
-    judge.draw(RESULTS / "modes.png", compared("muon"), names_in_words(readme))
+    words = names_in_words(readme)
+    judge.draw(RESULTS / "modes.png", compared("muon"), words)
+    judge.draw(RESULTS / "places.png", compared_in_several_places(words), words)
     plot.leads(RESULTS / "depth.png", curves_by_depth(), "validation loss minus pre-norm's")

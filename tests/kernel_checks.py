@@ -33,7 +33,8 @@ from test_all import (
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)]
-SIZES = [(64, d, 32) for d in (128, 768, 1000, 2048, 4096)]  # tokens, width, directions or sources
+SIZES = [(61, d, 32) for d in (128, 768, 1000, 2048, 4096)]  # tokens, width, directions or sources
+SIZES += [(61, 1000, 0)]
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="in float64")
 
 
@@ -47,7 +48,7 @@ def dot_of_bfloat16(self, a, b, d, *options):
     return type(d)((a @ b).astype(d.data.dtype) + d.data, d.dtype.scalar)
 
 
-kernels.LEAST_TOKENS = 1
+kernels.LEAST_TOKENS, kernels.CHUNK = 1, 16  # so that few tokens have several sums
 if DEVICE == "cpu":
     interpreter.InterpreterBuilder.create_dot = dot_of_bfloat16
     kernels.WARPS = 2  # so that each program has several tokens
@@ -89,14 +90,15 @@ def close_to_float64(plain, fused, inputs, grads, dtype, close, statistics=()):
 # NAG
 
 
-def plain_write(r, s, f, a, w=None, b=None, p=None, raw=None, **parts):
+def plain_write(r, s, f, a, w=None, b=None, p=None, raw=None, ramp=1.0, **parts):
+    a = a * ramp
     if w is not None:
         r, products = nag.Project.apply(r, w)
         a = a * nag.modulator(products, b, p, F.softplus(raw))
     return nag.rotate(r, s, f, a, **parts)
 
 
-@cases("parts", [{}, dict(centre=False), dict(orthogonal=False)])
+@cases("parts", [{}, dict(ramp=0.3), dict(centre=False), dict(orthogonal=False)])
 @cases("N, d, C", SIZES)
 @cases("dtype, close", DTYPES)
 def test_the_write_of_nag_equals_float64(N, d, C, dtype, close, parts):
@@ -110,7 +112,8 @@ def test_the_write_of_nag_equals_float64(N, d, C, dtype, close, parts):
     )
 
     def fused(r, s, f, a, *modulator):
-        return kernels.rotate(r, s, f, a, modulator or None, **parts)
+        ramp = {key: a.new_tensor(value) for key, value in parts.items() if key == "ramp"}
+        return kernels.rotate(r, s, f, a, modulator or None, **parts | ramp)
 
     plain = lambda *inputs: plain_write(*inputs, **parts)
     close_to_float64(plain, fused, inputs, grads, dtype, close, (1, 3, 5, 6, 7))
@@ -172,6 +175,8 @@ def test_the_reads_of_attnres_equal_float64(N, d, older, shared, skipped, dtype,
     rans = [None] + [torch.rand(1, N, 1, generator=g) >= skipped for _ in range(older)]
     rans = rans if skipped else [None] * (older + 1)
     parameters = [x * d**-0.5 for x in randoms((d,), (d,), seed=3)] + randoms((d,), (d,), seed=4)
+    if dtype == torch.float64:  # with other dtypes its large gradient would hide errors of others
+        vs[1][0, 0] = 0
 
     def plain(*inputs):
         *vs, q, q2, gain, gain2 = inputs
@@ -227,6 +232,8 @@ KINDS = {
     "hc": dict(residual="hc"),
     "hc, 3 streams": dict(residual="hc", hc_streams=3),
     "hc, a router": ROUTER | dict(residual="hc"),
+    "mhc": dict(residual="mhc"),
+    "mhc, a router": ROUTER | dict(residual="mhc"),
     "mhc, 1 stream": dict(residual="mhc", hc_streams=1),
     "mhc, 3 streams": dict(residual="mhc", hc_streams=3),
     "ihc": dict(residual="ihc"),
@@ -288,6 +295,7 @@ def worst_error(mode, width, stream, output, place="cpu", compiled=lambda functi
     random = lambda *size: torch.randn(size, generator=g, dtype=torch.float64)
     dtypes, sizes = [output, output, stream, torch.float32], ((), (), (4,))
     given = [random(*size, 2, 19, width).to(dtype) for size, dtype in zip(sizes, dtypes)]
+    given[0][:, :3] = 0
     first, *others = given[2].double()
     start = copy.deepcopy(model).double().ends.embed(first).replace(sources=tuple(others))
     _, start = copy.deepcopy(block.mlp_residual).double().read(start)
@@ -325,7 +333,9 @@ PRECISIONS = [  # of the stream and of what sublayers write; the largest error
 
 
 @on_cpu
-@cases("mode, precision", [("ihc", 0), ("hc", 1), ("ihc", 2), ("smhc", 2)])
+@cases("mode, precision", [
+    ("ihc", 0), ("smhc", 0), ("hc", 1), ("hc", 2), ("ihc", 2), ("mhc", 2), ("smhc", 2),
+])  # fmt: skip
 def test_streams_in_low_precision(mode, precision, monkeypatch):
     monkeypatch.setattr(streams, "on_cuda", lambda x: x.dtype != torch.float64)
     stream, output, close = PRECISIONS[precision]

@@ -43,6 +43,8 @@ EXPERTS = dict(moe_experts=4, moe_top_k=3, moe_shared=1, activation="swiglu")
 KINDS = {mode: {"residual": mode} for mode in RESIDUALS}
 KINDS["attnres_block"] = dict(residual="attnres_block", attnres_size=2)  # 1 would be attnres
 KINDS |= {"nag's router": MOD, "learned router": LEARNED}
+ROUTED = ("hc", "mhc", "ihc", "smhc", "wide", "attnres")
+KINDS |= {f"{mode}, learned router": LEARNED | {"residual": mode} for mode in ROUTED}
 KINDS |= {"experts": EXPERTS, "extras": EXTRAS, "grouped queries": dict(n_head=4, n_kv_head=2)}
 
 
@@ -88,7 +90,7 @@ def test_on_cuda_the_kernels_of_the_streams_equal_float64(d, stream, output, clo
     assert worst_error(mode, d, stream, output, DEVICE, torch.compile) < close
 
 
-@cases("which", ["of_nag", "of_attnres"])
+@cases("which", ["of_nag", "of_attnres", "streams_keep or streams_have"])
 def test_on_cuda_kernels_equal_float64(which):
     run_python("-m", "pytest", "tests/kernel_checks.py", "-q", "-x", "-k", which)
 

@@ -425,7 +425,7 @@ def test_a_training_step_compiles_for_an_h100(modes, kind, tmp_path):
     assert [*found] == [f"{mode}, {kind}" for mode in modes.split(",")]
     assert all(each["kernels"] > 20 and each["passes"] > 100 for each in found.values())
     for each in found.values():
-        assert each["softmaxes"] == 1  # that of the loss: no attention has a mask
+        assert each["masks"] == 1  # the loss: no attention has one
         assert each["calls"] == 2 * 4 and each["kernels"] > each["calls"]
 
 
