@@ -50,7 +50,7 @@ TRAVELS = {  # places with Muon, as blocks x width and text
     "muon": "8 x 64, Python", "english": "8 x 64, English", "wider": "8 x 128, Python"
 }  # fmt: skip
 JUDGED = {mode: (mode, {}) for mode in RESIDUALS}  # name: (mode, its own settings)
-JUDGED |= {"ihc, 2 streams": ("ihc", {"hc_streams": 2})}
+JUDGED |= {f"{mode}, 2 streams": (mode, {"hc_streams": 2}) for mode in ("ihc", "wide")}
 COPIES = 0.75  # a model copies if repeated characters cost less than this share of the first time
 study.record = True  # read results/ only
 
@@ -526,8 +526,8 @@ def speed():
         ratios = {mode: row["ratio"] for mode, row in run.get("train", {}).items()}
         steps |= ratios if "2 x 2048" in name else {}
         alone |= {mode: row["ratio"] for mode, row in run.get("residual", {}).items()}
-    found = {"8 x 64, a CPU core": step_times("muon"), "2 x 2048, H200": steps}
-    found["residual alone, H200"] = alone
+    found = {"8 x 64, a CPU core": step_times("muon"), "8 x 128, 2 cores": step_times("wider")}
+    found |= {"2 x 2048, H200": steps, "residual alone, H200": alone}
     moved = load("speed/h100.json")["modes"]
 
     def on_h100(mode, change):
@@ -549,8 +549,8 @@ def hand_written():
     """The kernels of kernels.py compiled for an H100, each where it needs most."""
     modes = load("speed/h100.json")["modes"]
     found = {}
-    for mode, of in modes.items():
-        for kernel, numbers in of.get("ours", {}).items():
+    for mode in RESIDUALS:
+        for kernel, numbers in modes.get(mode, {}).get("ours", {}).items():
             found.setdefault(kernel, {})[mode] = numbers
     rows = []
     for kernel, of_mode in found.items():
@@ -567,8 +567,8 @@ def brief():
     without = lambda cell: str(cell).partition(" ")[0]
     head, rows = table_of("modes")
     worth = {row[0]: without(row[head.index("worth in steps")]) for row in rows}
-    for mode, *times in table_of("speed")[1]:
-        cost = " / ".join(filter(None, map(without, times[:2])))
+    for mode, of_core, _, of_gpu, *_ in table_of("speed")[1]:
+        cost = " / ".join(filter(None, map(without, (of_core, of_gpu))))
         yield mode, worth.get(mode, ""), cost
 
 
