@@ -49,7 +49,7 @@ KINDS = {
     "experts": dict(moe_experts=8, n_hidden=1024),
     "skipping": dict(mod_on="both", mod_rate=0.4, mod_router="learned"),
 }
-SOURCES = (2, 9)  # numbers of sources that kernels of Attention Residuals are compiled for
+READS = ((2, 2), (9, 9), (1, 0))  # of Attention Residuals: sources, and those that are shared
 # a line that starts a kernel: of Triton, of cuBLAS, or another one of PyTorch
 LAUNCH = re.compile(r"\w\.run\(|extern_kernels\.\w+\(|torch\.ops\.(aten|residual)\.[\w.]+\(")
 MASKED = re.compile(r"softmax|(?<!flash_)attention(?!_backward)")  # that of flash has no mask
@@ -169,18 +169,22 @@ def compile_only(self, *args, **kwargs):
 
 
 def compile_reads():
-    """Compile the kernels of Attention Residuals, which are no part of compiled code."""
+    """Compile the kernels of Attention Residuals, which are no part of compiled code: those of a
+    first sublayer, and of a second one with tokens that skip."""
     numbers = dict(D=SHAPE[-1], BLOCK=SHAPE[-1], EPS=1e-6, NORM_EPS=1e-6)
-    for older, kernel in itertools.product(SOURCES, (kernels.read_forward, kernels.read_backward)):
-        types = dict.fromkeys(kernel.arg_names, "*fp32") | {"N": "i32"}
-        types |= dict.fromkeys(("vs", "of_vs"), ("*bf16",) * older)
-        types |= dict.fromkeys(("y_ptr", "o2_ptr", "of_y_ptr", "of_o2_ptr"), "*bf16")
-        fixed = numbers | dict.fromkeys(("ran_ptr", "o_ptr", "lse_ptr")) | {"SHARED": older}
+    both = kernels.read_forward, kernels.read_backward
+    for (count, shared), kernel in itertools.product(READS, both):
+        types = dict.fromkeys(kernel.arg_names, "*fp32") | {"N": "i32", "ran_ptr": "*i1"}
+        types |= dict.fromkeys(("vs", "of_vs"), ("*bf16",) * count)
+        of_stream = ("y_ptr", "o_ptr", "o2_ptr", "of_y_ptr", "of_o_ptr", "of_o2_ptr")
+        types |= dict.fromkeys(of_stream, "*bf16")
+        absent = ("ran_ptr", "o_ptr", "lse_ptr") if shared else ("q2_ptr",)
+        fixed = numbers | dict.fromkeys(absent) | {"SHARED": shared}
         fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
         types = {n: "constexpr" if n in fixed else types[n] for n in kernel.arg_names}
         lists = [at for at, kind in enumerate(types.values()) if isinstance(kind, tuple)]
         aligned = [(at,) for at, kind in enumerate(types.values()) if kind[0] == "*"]
-        aligned += itertools.product(lists, range(older))
+        aligned += itertools.product(lists, range(count))
         aligned = dict.fromkeys(aligned, [["tt.divisibility", 16]])
         source = triton.compiler.ASTSource(kernel, types, fixed, aligned)
         keep(kernel.__name__, triton.compile(source, TARGET, dict(num_warps=8)))
