@@ -6,13 +6,13 @@ What compiled code would move on an H100, counted on a machine without a GPU.
 
 Inductor writes the kernels for sm_90, Triton compiles all of them, and Inductor counts the bytes
 that each one reads and writes: the same numbers on every machine. A pass is one read or write of
-the stream (4, 1024, 2048). Only the seconds of compilation are measured: the time of launches,
-caches, cuBLAS and NCCL are not in these numbers.
+the stream (4, 1024, 2048). Only the seconds of compilation are measured. The numbers leave out
+the time of launches, caches, cuBLAS and NCCL.
 
-Kernels are those that compiled code launches; of a step, the embedding and the optimizers are
-outside of it. Of a step it also counts the calls of compiled code, and masks: attentions with a
-mask, and softmaxes, as which these may be written out. The loss has one, and so has each router of
-experts.
+It counts the kernels that compiled code launches. A step's embedding and optimizers are not
+compiled. Of a step it also counts calls of compiled code, and masks: attentions with a mask, and
+softmaxes, because such an attention may be written as one. The loss and each router of experts have
+a softmax, too.
 
 Tensors are fake: they have shapes and no data. It needs g++ and `pip install triton==3.9.0`.
 """

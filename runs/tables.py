@@ -163,12 +163,13 @@ def in_several_places():
 
 
 def places():
-    """The rows of what was judged in several places."""
+    """The rows of what was judged in several places, without Holm's correction."""
     head, rows = modes("muon")[0], []
+    kept = [at for at, title in enumerate(head) if at and "after Holm" not in title]
     for name, place in in_several_places():
-        (cells,) = [rest for first, *rest in modes(place)[1] if first == name]
-        rows.append((name, TRAVELS[place], *cells))
-    return (head[0], "where", *head[1:]), rows
+        (cells,) = [cells for cells in modes(place)[1] if cells[0] == name]
+        rows.append((name, TRAVELS[place], *(cells[at] for at in kept)))
+    return (head[0], "where", *(head[at] for at in kept)), rows
 
 
 def compared_in_several_places(words):
