@@ -381,7 +381,7 @@ def exchange_backward_kernel(
                 grads = mixed
         for i in tl.static_range(n):
             tl.store(Grad_x + i * size + at, grads[i].to(Grad_x.dtype.element_ty), mask)
-    of_w: tl.constexpr = R * K * C  # a part has the sums of W, then those of the gain
+    of_w: tl.constexpr = R * K * C  # in each part: the sums for W, then those for the gain
     part = Parts + tl.program_id(1) * (of_w + C if normed else of_w)
     if normed:
         tl.store(part + of_w + columns, of_gain, columns < C)
@@ -458,9 +458,9 @@ def maps_kernel(
     kept = live & own
     token, step = token.to(tl.int64), tl.cast(N, tl.int64) * n
     of_stream = token * n + one
-    squares = Squares + (of_stream if tanh else token)
+    of_sum, summed = (of_stream, kept) if tanh else (token, live)
     size: tl.constexpr = C if tanh else n * C
-    scale = tl.rsqrt(tl.load(squares, kept if tanh else live, 0.0) / size + eps)
+    scale = tl.rsqrt(tl.load(Squares + of_sum, summed, 0.0) / size + eps)
 
     s_pre, s_post = up(tl.load(S)), up(tl.load(S + 1))
     at = token * R + one * stride
@@ -528,11 +528,10 @@ def maps_kernel(
             else:
                 tl.store(part + R + 2, tl.sum(of_s_mix))
         tl.store(part + R, of_first)
-        squares = Grad_squares + (of_stream if tanh else token)
         if not tanh:
             of_scale = tl.sum(of_scale, 1)[:, None]
         of_squares = -0.5 / size * of_scale * scale * scale * scale
-        tl.store(squares, of_squares, kept if tanh else live)
+        tl.store(Grad_squares + of_sum, of_squares, summed)
 
 
 def contiguous(x):

@@ -152,9 +152,8 @@ def resources(compiled):
     return registers, spilled, shared, programs * warps / most
 
 
-def keep(name, compiled):
+def keep(name, found):
     """Note the resources of a kernel of kernels.py."""
-    found = resources(compiled)
     before = ours.get(name, found)
     ours[name] = [*map(max, found[:3], before), min(found[3], before[3])]
 
@@ -163,16 +162,18 @@ def compile_only(self, *args, **kwargs):
     """In place of loading each kernel onto the device."""
     self._precompile_worker()
     for result in self.compile_results:
-        spills.append(resources(result.kernel)[1])
+        found = resources(result.kernel)
+        spills.append(found[1])
         if hasattr(kernels, self.fn.__name__):
-            keep(self.fn.__name__, result.kernel)
+            keep(self.fn.__name__, found)
 
 
 def compile_reads():
-    """Compile the kernels of Attention Residuals, which are no part of compiled code: those of a
-    first sublayer, and of a second one with tokens that skip."""
+    """Compile the kernels of Attention Residuals for a first sublayer, and for a second one with
+    tokens that skip. Inductor's code calls them, but does not contain them."""
     numbers = dict(D=SHAPE[-1], BLOCK=SHAPE[-1], EPS=1e-6, NORM_EPS=1e-6)
     both = kernels.read_forward, kernels.read_backward
+    how = dict(num_warps=kernels.warps(SHAPE[-1]))
     for (count, shared), kernel in itertools.product(READS, both):
         types = dict.fromkeys(kernel.arg_names, "*fp32") | {"N": "i32", "ran_ptr": "*i1"}
         types |= dict.fromkeys(("vs", "of_vs"), ("*bf16",) * count)
@@ -187,7 +188,7 @@ def compile_reads():
         aligned += itertools.product(lists, range(count))
         aligned = dict.fromkeys(aligned, [["tt.divisibility", 16]])
         source = triton.compiler.ASTSource(kernel, types, fixed, aligned)
-        keep(kernel.__name__, triton.compile(source, TARGET, dict(num_warps=8)))
+        keep(kernel.__name__, resources(triton.compile(source, TARGET, how)))
 
 
 def bytes_of_each(self, include_reads, include_writes):
@@ -279,7 +280,8 @@ def measured(run, config):
 
 def cases():
     """(name, config) of everything to compile. A name is a mode, with or without changes."""
-    for name in modes.replace("all", ",".join(RESIDUALS)).split(","):
+    names = ([*RESIDUALS] if name == "all" else [name] for name in modes.split(","))
+    for name in itertools.chain(*names):
         mode, *changes = name.split(":")
         if mode not in RESIDUALS:
             raise SystemExit(f"modes={mode!r}: choose from {', '.join(RESIDUALS)}")

@@ -164,10 +164,11 @@ def in_several_places():
 
 def places():
     """The rows of what was judged in several places, without Holm's correction."""
-    head, rows = modes("muon")[0], []
+    tables, rows = {place: modes(place) for place in TRAVELS}, []
+    head = tables["muon"][0]
     kept = [at for at, title in enumerate(head) if at and "after Holm" not in title]
     for name, place in in_several_places():
-        (cells,) = [cells for cells in modes(place)[1] if cells[0] == name]
+        (cells,) = [cells for cells in tables[place][1] if cells[0] == name]
         rows.append((name, TRAVELS[place], *(cells[at] for at in kept)))
     return (head[0], "where", *(head[at] for at in kept)), rows
 
@@ -539,8 +540,8 @@ def speed():
         return f"{passes:.1f} ({passes / moved[BASELINE]['passes']:.2f}), {kernels}"
 
     rows = []
-    for name, judged in JUDGED.items():
-        cells = [*(with_range(of.get(name)) for of in found.values()), on_h100(*judged)]
+    for name, what in JUDGED.items():
+        cells = [*(with_range(of.get(name)) for of in found.values()), on_h100(*what)]
         if any(cells):
             rows.append((name, *cells))
     return ("mode", *found, "passes on an H100 (ratio), kernels"), rows
