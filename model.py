@@ -45,7 +45,7 @@ class GPTConfig:
     n_hidden: int | None = None  # width of the MLP; None: 4 n_embd, for swiglu about 8/3 n_embd
     block_size: int = 256  # context length in tokens
     vocab_size: int = 257  # 256 bytes and end-of-text; gpt2 BPE: 50257, or 50304 for speed
-    residual: str = "prenorm"  # how sublayers read and write the stream: a name from RESIDUALS
+    residual: str = "ihc"  # how sublayers read and write the stream: a name from RESIDUALS
     norm: str = "rms"  # rms, layer or none
     norm_eps: float = 1e-6  # epsilon of the norms, inside the root
     activation: str = "relu"  # gelu (exact, by erf), relu, relu2, silu or swiglu
@@ -77,7 +77,7 @@ class GPTConfig:
     nag_orthogonal: bool = True  # nag: remove the part of an update along the stream
     nag_lane: bool = True  # nag: the norm sets the logits' temperature; False: g_dec alone does
     nag_first_logits: float | None = 0.75  # nag: std of first logits; None: exp(s) <r, w> / d
-    hc_streams: int = 4  # hc, mhc, ihc, smhc, gated, wide: number of streams
+    hc_streams: int | None = None  # hc, mhc, ihc, smhc, gated, wide: streams; None: ihc 2, else 4
     mhc_start: str = "prenorm"  # mhc, ihc, smhc: first maps: prenorm, paper or deepseek
     attnres_size: int | None = None  # attnres_block: sublayers a block; None: at most 8 blocks
     moe_experts: int = 0  # experts in place of each MLP; 0: one MLP

@@ -48,7 +48,8 @@ Differs from the papers:
 - The start of W in mhc is ours (W z has variance 1), and so is b = 0 at "paper".
 - In smhc the start of the maps is that of mhc. In gated U starts at 0, so all gates are 1/2, and
   D z and <w_i, z> start with variance 1; the random w parts the streams. wide has n = 3 in its
-  source. All three have 4 streams by default.
+  source.
+- ihc has 2 streams by default: here they gain what 4 do, for less time. The others have 4.
 """
 
 import math
@@ -78,6 +79,11 @@ EPS = 1e-6  # of Eqs. 4, 5 and 6
 STARTS = {"prenorm": 0.0, "paper": 0.01, "deepseek": 1.0}  # mhc_start: first s
 RANK = 8  # gated: D and U have the rank n_embd / RANK, at least 1
 NEAR = 5.0  # mhc_start "prenorm": M starts with e^NEAR on its diagonal for each 1 beside it
+
+
+def count(config):
+    """The number of streams: the setting, or the mode's default."""
+    return config.hc_streams or RESIDUALS[config.residual].n_streams
 
 
 def reads_mean(n):
@@ -270,7 +276,7 @@ class HCEnds(FinalNorm):
 
     def __init__(self, config):
         super().__init__(config)
-        self.n = config.hc_streams
+        self.n = count(config)
 
     def embed(self, e):  # without clone, the first block would need a compiled graph of its own
         fit = self.n <= kernels.MOST_STREAMS and e[..., 0].numel() >= kernels.LEAST_TOKENS
@@ -308,12 +314,13 @@ class Streams(PreNorm):
     """What all modes with n streams share."""
 
     settings = ("hc_streams",)
+    n_streams = 4  # default of hc_streams
     # on an H200 the compiler's joint kernel for sums of rows and of columns took 25 of 30 ms in ihc
     cuda_options = fusing(reads=16, operations=100) | {"triton.mix_order_reduction": False}
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.n = config.hc_streams
+        self.n = count(config)
 
     def fetch(self, stream, source, w, s, b, eps):
         """read with kernels: (h, the stream, maps for write), made from W vec(X), s and b. If the
@@ -386,7 +393,7 @@ class HC(Connections):
     def init_sublayers(block, config):
         """Output projections start times sqrt(n), because the end sums n streams."""
         for layer in (block.attn.wo, *(mlp.down for mlp in mlps(block))):
-            weight_of(layer).mul_(math.sqrt(config.hc_streams))
+            weight_of(layer).mul_(math.sqrt(count(config)))
 
     def reset_parameters(self):
         nn.init.ones_(self.a)  # h_post
@@ -447,6 +454,7 @@ class MHC(Connections):
 
 class IHC(MHC):
     n_maps = 2  # h_pre and h_post
+    n_streams = 2
 
 
 def pre_of(stream, n):
@@ -500,12 +508,12 @@ class SMHC(MHC):
 
 
 def stream_norms(config):
-    return nn.ModuleList(RMSNorm(config.n_embd, config.norm_eps) for _ in range(config.hc_streams))
+    return nn.ModuleList(RMSNorm(config.n_embd, config.norm_eps) for _ in range(count(config)))
 
 
 def gate_matrices(config):
     """D and U of Eq. 8."""
-    rank, size = max(1, config.n_embd // RANK), config.hc_streams * config.n_embd
+    rank, size = max(1, config.n_embd // RANK), count(config) * config.n_embd
     return nn.Parameter(torch.empty(rank, size)), nn.Parameter(torch.empty(size, rank))
 
 

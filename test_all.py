@@ -46,6 +46,7 @@ import norms
 import plot
 import prepare_c4
 import prune
+import streams
 from model import GPT, RESIDUALS, GPTConfig
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -473,7 +474,7 @@ def attention_residuals(size):
     )  # fmt: skip
 
 
-copies = lambda m, e: [e] * m.c.hc_streams
+copies = lambda m, e: [e] * streams.count(m.c)
 
 
 def mixln_sublayer(m, x):
@@ -545,7 +546,7 @@ EQUATIONS = {
     "ihc": Equation(ihc_sublayer, copies, mhc_end),
     "smhc": Equation(
         smhc_sublayer,
-        lambda m, e: (copies(m, e), torch.eye(m.c.hc_streams)[0].expand(*e.shape[:2], -1)),
+        lambda m, e: (copies(m, e), torch.eye(streams.count(m.c))[0].expand(*e.shape[:2], -1)),
         lambda m, x, W: m.norm(sum(x[1][..., i, None] * x_i for i, x_i in enumerate(x[0]))) @ W.T,
     ),
     "gated": Equation(gated_sublayer, copies, lambda m, X, W: gated_reads(m, X)[0] @ W.T),
@@ -617,7 +618,8 @@ def test_every_mode_equals_its_equation(residual):
     dict(residual="hc", hc_streams=3, norm_eps=0.1),
     dict(residual="mhc", hc_streams=3, mhc_start="deepseek"), dict(residual="mhc", hc_streams=1),
     dict(residual="ihc", hc_streams=3, mhc_start="deepseek"), dict(residual="ihc", hc_streams=1),
-    *[dict(residual=mode, hc_streams=2) for mode in ("ihc", "mhc", "smhc", "gated", "wide")],
+    dict(residual="ihc", hc_streams=4),
+    *[dict(residual=mode, hc_streams=2) for mode in ("mhc", "smhc", "gated", "wide")],
     dict(residual="wide", hc_streams=3), dict(residual="gated", norm_eps=0.1),
     *[dict(residual="attnres_block", attnres_size=size, n_layer=3) for size in (2, 3, 4, 9)],
 ])  # fmt: skip

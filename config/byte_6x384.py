@@ -9,7 +9,6 @@ include = "plain.py"
 
 out_dir = "out/byte_6x384"
 
-residual = "prenorm"
 n_layer = 6
 n_head = 6
 n_embd = 384

@@ -10,7 +10,6 @@ data_dir = "data/c4"
 out_dir = "out/gpt2_124m"
 init_from = "auto"
 
-residual = "prenorm"
 n_layer = 12
 n_head = 12
 n_embd = 768

@@ -14,7 +14,6 @@ out_dir = "out/llama_1b"
 init_from = "auto"
 init_out = "plain"
 
-residual = "prenorm"
 n_layer = 16
 n_head = 32
 n_kv_head = 8

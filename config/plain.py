@@ -12,6 +12,7 @@ weight_decay = 0.1
 schedule = "cosine"
 warmup_iters = 50
 
+residual = "prenorm"
 activation = "gelu"
 qk_norm = False
 tied = True

@@ -4,7 +4,7 @@ English text for a second verdict: the documentation of the Debian packages on t
     python runs/english.py
     python prepare_c4.py --source=out/english.jsonl --tokenizer=bytes --data_dir=data/english \
         --max_val_tokens=1300000
-    python runs/judge.py --data_dir=data/english --name=english --residual=ihc --hc_streams=2
+    python runs/judge.py --data_dir=data/english --name=english --residual=ihc
 
 Takes manual pages, web pages and plain text of packages that name their licence, and keeps the
 paragraphs that look like English prose, each once. out/english.licences.json names the licences

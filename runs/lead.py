@@ -41,6 +41,7 @@ record = False  # keep results in results/, and read no others
 SCALE = study.parse([judge.SCALE])
 SEEDS = range(11, 17)  # new: judge.py judged on 1, 2, ...; some have only the first few
 STREAMS = {
+    "ihc with four streams": {"residual": "ihc", "hc_streams": 4},
     "prenorm as large as mhc": {"residual": "prenorm", "n_hidden": 352},
     "ihc with one stream": {"residual": "ihc", "hc_streams": 1},
 }
@@ -83,7 +84,7 @@ PLANS = {
     "tokens": (dict.fromkeys(("prenorm", "nag", "bhyt", "attnres", "mhc")) | OTHER_RATES,
                of("max_iters", 1000, 2000, 4000, 8000, 16000)),
     "blocks": (dict.fromkeys(("prenorm", "nag")), of("n_layer", 4, 16, 32)),
-    "streams": (dict.fromkeys(("prenorm", "mhc", "ihc")) | STREAMS, of("max_iters", 4000)),
+    "streams": (dict.fromkeys(("prenorm", "mhc")) | STREAMS, of("max_iters", 4000)),
     "experts": (dict.fromkeys(("prenorm", "nag")), OF_EXPERTS),
     "mod": ({"nag": None, "prenorm": None} | FEWER | mixtures(0.2) | mixtures(0.4),
             of("max_iters", 4000)),

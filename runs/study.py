@@ -41,7 +41,7 @@ import checkpoint
 import machine
 from configurator import configure
 from data import Windows, micro_batches
-from model import MODEL_SETTINGS, GPTConfig
+from model import MODEL_SETTINGS, RESIDUALS, GPTConfig
 
 TRAIN, EVAL = str(ROOT / "train.py"), str(ROOT / "eval.py")
 # Settings that do not change what a run computes. data_dir counts by the hashes of its shards, and
@@ -78,17 +78,21 @@ DEFAULTS = configure({"__file__": TRAIN}, GPTConfig, argv=[])[0]
 
 
 def changed(settings):
-    """The settings that differ from train.py's defaults and change the result."""
-    return {k: v for k, v in settings.items() if v != DEFAULTS[k] and k not in OF_PLACE}
+    """The residual, and the settings that differ from train.py's defaults and change the result."""
+    named = {"residual": DEFAULTS["residual"]} | settings
+    differs = lambda k, v: k == "residual" or (v != DEFAULTS[k] and k not in OF_PLACE)
+    return {k: v for k, v in named.items() if differs(k, v)}
 
 
 def key(settings):
     """Names a run by all settings that change its result, defaults included.
 
     Leaves out settings that are None or False, so that adding one keeps old keys, and init_from,
-    unless it is a path.
+    unless it is a path. hc_streams counts by its number, 4 where a mode has no streams.
     """
-    on = {k: v for k, v in (DEFAULTS | settings).items() if v is not None and v is not False}
+    full = DEFAULTS | settings
+    full["hc_streams"] = full["hc_streams"] or getattr(RESIDUALS[full["residual"]], "n_streams", 4)
+    on = {k: v for k, v in full.items() if v is not None and v is not False}
     full = {k: v for k, v in on.items() if k not in OF_PLACE and v != "scratch"}
     return hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -238,7 +238,7 @@ KINDS = {
     "mhc, 3 streams": dict(residual="mhc", hc_streams=3),
     "ihc": dict(residual="ihc"),
     "ihc, 1 stream": dict(residual="ihc", hc_streams=1),
-    "ihc, 2 streams": dict(residual="ihc", hc_streams=2),
+    "ihc, 4 streams": dict(residual="ihc", hc_streams=4),
     "ihc, layer norm": dict(residual="ihc", norm="layer"),
     "ihc, no norm": dict(residual="ihc", norm="none"),
     "ihc, scaled": dict(residual="ihc", branch_scale="depth"),

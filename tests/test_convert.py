@@ -202,7 +202,7 @@ def test_the_seed_decides_the_weights_that_prenorm_does_not_have(base, tmp_path)
 
 
 @cases("given, why", [
-    (dict(), "residual='prenorm': choose one of nag, bhyt, bhyt_exact, prenorm_approx"),
+    (dict(), "residual='ihc': choose one of nag, bhyt, bhyt_exact, prenorm_approx"),
     (dict(residual="lns"), "residual='lns': choose one of nag, "),
     (dict(residual="nag", n_embd=64), "n_embd=64: a conversion changes only settings of nag"),
     (dict(residual="nag", nag_first_logits=None), "to nag needs nag_first_logits=0.75"),
@@ -239,7 +239,7 @@ def test_only_a_plain_pre_norm_model_is_converted(base, runs, tmp_path):
 
 
 def test_a_study_knows_where_its_runs_start(base, tmp_path, monkeypatch):
-    settings, started = {"seed": 1, "init_from": "out/a.pt"}, []
+    settings, started = {"residual": "nag", "seed": 1, "init_from": "out/a.pt"}, []
     assert study.key(settings) != study.key({"seed": 1, "init_from": "out/b.pt"})
     assert study.key({"seed": 1, "init_from": "scratch"}) == study.key({"seed": 1})
     assert study.changed(settings) == settings

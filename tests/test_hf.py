@@ -105,7 +105,7 @@ def test_config_json_is_refused_by_the_name_of_the_key(keys, message):
     (dict(logit_cap=5.0), "logit_cap=5.0"), (dict(attn_bias="qkv", bias=True), "bias=True (only"),
 ])  # fmt: skip
 def test_models_that_transformers_lacks_are_refused(changes, message):
-    refuses(message, hf.family_of, GPTConfig(**hf.SOURCE | changes))
+    refuses(message, hf.family_of, GPTConfig(**{"residual": "prenorm"} | hf.SOURCE | changes))
 
 
 @cases("scaling, old", [
@@ -113,7 +113,7 @@ def test_models_that_transformers_lacks_are_refused(changes, message):
     ((8.0, 1.0, 4.0, 16), LLAMA3 | dict(original_max_position_embeddings=16)),
 ])  # fmt: skip
 def test_an_export_has_the_rotary_keys_of_transformers_4_and_5(scaling, old):
-    config = GPTConfig(**hf.SOURCE, rope_base=5e5, rope_scaling=scaling)
+    config = GPTConfig(**hf.SOURCE, residual="prenorm", rope_base=5e5, rope_scaling=scaling)
     keys = json.loads(json.dumps(hf.to_keys(config, 48, {}, torch.float32)))
     assert (keys["rope_theta"], keys["rope_scaling"]) == (5e5, old)
     new = (old or dict(rope_type="default")) | dict(rope_theta=5e5)
