@@ -251,7 +251,7 @@ BREAKS = [  # (name, file, code before, code after, the test that notices)
     ("documents of other queries", "attention.py", "gather_rows(docs, rows)",
      "docs[:, : rows[0].size(1)]",
      "test_all.py::test_gathered_queries_see_the_same_tokens_as_in_a_full_row[()]"),
-    ("hc's outputs start small", "streams.py", "mul_(math.sqrt(config.hc_streams))", "mul_(1.0)",
+    ("hc's outputs start small", "streams.py", "mul_(math.sqrt(count(config)))", "mul_(1.0)",
      "test_all.py::test_output_projections_of_hc_start_larger_because_its_end_sums_the_streams"),
     ("a long prompt loses its end", "generate.py", "idx[:, -size:], 0", "idx[:, :size], 0",
      "test_all.py::test_a_prompt_longer_than_the_context_keeps_its_end"),
