@@ -595,38 +595,6 @@ class Wide(Streams):
         return stream.replace(x=x, sources=tuple(others))
 
 
-class WideKeeps(Wide):
-    """Without retention: X_i <- X_i + 2 sigmoid(beta_i) f. This is also ihc with constant maps."""
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        self.kappa.requires_grad_(False)
-
-    def write(self, stream, f, gate=1.0):
-        X, f = streams_of(stream), gate * f
-        factors = entries(2 * torch.sigmoid(self.beta), X[0])
-        x, *others = [(upcast(x) + h * f).to(x.dtype) for x, h in zip(X, factors)]
-        return stream.replace(x=x, sources=tuple(others))
-
-
-class WideReads(Wide):
-    """Learned read; retention and write stay as they start."""
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        self.kappa.requires_grad_(False)
-        self.beta.requires_grad_(False)
-
-
-class WideWrites(Wide):
-    """Learned retention and write; sublayers read the mean."""
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        self.rho.requires_grad_(False)
-
-
 RESIDUALS = {
     "hc": HC, "mhc": MHC, "ihc": IHC, "smhc": SMHC, "gated": Gated, "wide": Wide,
-    "wide_keeps": WideKeeps, "wide_reads": WideReads, "wide_writes": WideWrites,
 }  # fmt: skip
