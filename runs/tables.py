@@ -198,7 +198,7 @@ def judge_facts():
     yield "median half-width", f"{median(half_widths):.4f}"
     able = [stats.detectable(half, each["n"]) for half, each in zip(half_widths, decidable)]
     yield "difference to be found", f"{median(able):.3f}"
-    for pair in (("ihc, 4 streams", "mhc"), ("bhyt_exact", "bhyt")):
+    for pair in (("ihc, 4 streams", "mhc"), ("ihc", "ihc, 4 streams"), ("bhyt_exact", "bhyt")):
         lines = (judged_lines("muon", name) for name in pair)
         yield " minus ".join(pair), plus_minus(gap_of(*lines))
     commits = [line["commit"] for line in study.finished("judge").values()]
