@@ -119,8 +119,8 @@ def weighted_sum(stream, reader):
     return WeightedSum.apply(query_of(reader), reader.source_norm.eps, masked, *given)
 
 
-def weights_of(stream, reader):
-    """p of Eq. 1, (B, T, m)."""
+def weights_of(reader, stream):
+    """p of Eq. 1, (B, T, number of sources), for reads and for depth.py."""
     sources = sources_of(stream)
     s, _ = scores(sources, query_of(reader), reader.source_norm.eps)
     return weights(s, sources)
@@ -135,6 +135,8 @@ def fused(sources, reader, *shared):
 
 
 class AttnResEnds(FinalNorm):
+    weights = weights_of
+
     def __init__(self, config):
         super().__init__(config)
         self.w = nn.Parameter(torch.empty(config.n_embd))
@@ -154,12 +156,10 @@ class AttnResEnds(FinalNorm):
     def additive(self, stream):
         return weighted_sum(stream, self)
 
-    def weights(self, stream):
-        return weights_of(stream, self)
-
 
 class AttnRes(PreNorm):
     ends = AttnResEnds
+    weights = weights_of
     cuda_options = fusing(reads=8, operations=100)
 
     def __init__(self, config, layer, size=1):
@@ -197,10 +197,6 @@ class AttnRes(PreNorm):
         shared = len(stream.sources) + self.begins  # the newest source grows if no block begins
         h, left = fused(sources_of(stream), self, None, query_of(second), shared)
         return h, stream.replace(ahead=(second.layer, shared, left))
-
-    def weights(self, stream):
-        """p of Eq. 1, (B, T, number of sources), for read and for depth.py."""
-        return weights_of(stream, self)
 
     def write(self, stream, f, gate=1.0):
         if scales(gate):

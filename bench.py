@@ -269,8 +269,6 @@ def block_forward(config):
 
 def residual(base, copy, matmul):
     named = configs(base, modes)
-    if "nag" in named:
-        named["nag, no modulator"] = replace(named["nag"], nag_directions=0)
     shape = (batch_size, base.block_size, base.n_embd)
     runs = {name: replayed(two_sublayers(of, shape, device, dtype), device)
             for name, of in named.items()}  # fmt: skip
@@ -280,17 +278,13 @@ def residual(base, copy, matmul):
     return compare("residual alone, one block", runs, rounds, note)
 
 
-def tensors_of(stream):
-    """x, the other sources, and what a read hands to its write, if it does."""
-    return [stream.x, *(x for x in stream.sources if x is not stream.x), *handed(stream)]
-
-
 def handed(stream):
+    """What a read hands to its write, if it does."""
     return stream.ahead or (() if stream.lane is None else (stream.lane,))
 
 
 def writes_and_reads(attention, mlp, start):
-    """A function of two outputs of sublayers and of tensors_of(start): write, read, write, read.
+    """A function of two outputs of sublayers and of start's tensors: write, read, write, read.
 
     start: a Stream that mlp.read has returned. A write comes first, because a read can return its
     input, and that input's gradients would be added outside the compiled graph. What the last read
@@ -320,7 +314,8 @@ def two_sublayers(config, shape, device, stream_dtype):
     at = torch.arange(shape[1], device=device)[:, None]
     with torch.no_grad(), machine.autocast(device, dtype):
         _, start = mlp.read(model.ends.embed(random(*shape)).replace(at=at))
-    given = [random(*shape), random(*shape), *tensors_of(start)]
+    streams = [start.x, *(x for x in start.sources if x is not start.x)]
+    given = [random(*shape), random(*shape), *streams, *handed(start)]
     given = [x.clone().requires_grad_() for x in given]
     inputs = [*given, *attention.parameters(), *mlp.parameters()]
 

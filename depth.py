@@ -274,7 +274,3 @@ def skipping(model, batches, ids):
     text = torch.tensor([ids], device=batches[0][0].device)
     report = {"skipped": skipped.tolist(), "rate": float(skipped.mean())}
     return report | {"where": where, "tokens": ids, "map": runs(text)[:, 0].int().tolist()}
-
-
-if __name__ == "__main__":
-    print("to measure a checkpoint: python eval.py --out_dir=out/default --what=depth")

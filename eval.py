@@ -64,7 +64,7 @@ loss_chunk: int | None = None  # tokens whose logits are in memory at a time; No
 # Loss
 
 
-class TextWindows:
+class TextWindows(list):
     """Texts as rows (2, T) of inputs and targets.
 
     End-of-text precedes the first text and follows each text. The last row is padded with targets
@@ -83,25 +83,13 @@ class TextWindows:
             if tokens is not None and len(ids) > tokens:
                 break
         ids = ids[: None if tokens is None else tokens + 1]
-        self.x, self.y = [i for i, _ in ids[:-1]], [target for _, target in ids[1:]]
         if empty:
             raise SystemExit(f"text={text!r}: the text is empty")
-        self.T = min(T, len(self.x))
-
-    def __len__(self):
-        return math.ceil(len(self.x) / self.T)
-
-    def __getitem__(self, i):
-        part = slice(i * self.T, (i + 1) * self.T)
-        x, y = self.x[part], self.y[part]
-        padding = self.T - len(x)
-        return np.array([x + [0] * padding, y + [-1] * padding])
-
-    def whole(self):
-        """All rows except a padded last one."""
-        rows, tokens = copy.copy(self), slice(len(self.x) // self.T * self.T)
-        rows.x, rows.y = self.x[tokens], self.y[tokens]
-        return rows
+        self.T = T = min(T, len(ids) - 1)
+        self.padding = -(len(ids) - 1) % T
+        x = [i for i, _ in ids[:-1]] + [0] * self.padding
+        y = [target for _, target in ids[1:]] + [-1] * self.padding
+        super().__init__(np.array([x[i : i + T], y[i : i + T]]) for i in range(0, len(x), T))
 
 
 def read_texts(source, column, split):
@@ -236,7 +224,8 @@ def answers(parts, model, rows, encoding):
         show_loss(report)
         yield "loss", report
     if {"depth", "mod"} & set(parts):
-        rows = rows if text is None else rows.whole()
+        if text is not None and rows.padding:
+            rows.pop()
         places = data.spread(rows, depth_tokens, val_part if text is None else "all")
         print(f"the stream in {len(places):,} windows; --depth_tokens takes fewer", flush=True)
         batches = unpadded(rows, places)

@@ -154,7 +154,3 @@ def stream_tokens(
 def generate(model, idx, max_new_tokens, **options):
     """idx (B, T) followed by the tokens of stream_tokens."""
     return torch.cat((idx, *stream_tokens(model, idx, max_new_tokens, **options)), dim=1)
-
-
-if __name__ == "__main__":
-    print("to sample: python eval.py --out_dir=out/default --what=sample")

@@ -175,7 +175,7 @@ def split_conversations(source, split):
     return [turns for turns, digest in pairs if (digest in val) == (split == "val")]
 
 
-class Conversations:
+class Conversations(list):
     """Conversations packed into rows (3, T): inputs, targets, and the number of the conversation.
 
     Attention is masked between the conversations of a row. Targets are -1, which the loss ignores,
@@ -184,7 +184,8 @@ class Conversations:
     """
 
     def __init__(self, source, split, encoding, T):
-        self.rows, self.T = [], T
+        super().__init__()
+        self.T = T
         self.kept, self.cut, self.dropped = 0, 0, 0
         room = 0  # free tokens in the last row
         for turns in split_conversations(source, split):
@@ -197,20 +198,14 @@ class Conversations:
             self.kept += 1
             self.cut += len(ids) > T + 1
             if len(x) > room:
-                self.rows.append(np.stack([np.zeros(T, int), np.full(T, -1), np.zeros(T, int)]))
+                self.append(np.stack([np.zeros(T, int), np.full(T, -1), np.zeros(T, int)]))
                 room = T
-            row = self.rows[-1]
+            row = self[-1]
             row[:, T - room : T - room + len(x)] = x, y, [row[2].max() + 1] * len(x)
             room -= len(x)
-        if not self.rows:
+        if not self:
             raise SystemExit(f"{source}: no answer for {split} begins within block_size={T} tokens")
-        self.sha256 = hashlib.sha256(np.stack(self.rows).tobytes()).hexdigest()
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, i):
-        return self.rows[i]
+        self.sha256 = hashlib.sha256(np.stack(self).tobytes()).hexdigest()
 
 
 def open_splits(source, folder, meta, T):

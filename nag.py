@@ -146,26 +146,6 @@ class Rotation(torch.autograd.Function):
         return of_r.to(r.dtype), of_f.to(f.dtype), d * h * z_in_g, None, None, None
 
 
-class Project(torch.autograd.Function):
-    """Returns r and its products with the rows of w. One addmm adds the gradients of both."""
-
-    @staticmethod
-    def forward(ctx, r, w):
-        ctx.save_for_backward(r, w)
-        return r.view_as(r), F.linear(r, w)
-
-    @staticmethod
-    def backward(ctx, grad_r, grad):
-        r, w = ctx.saved_tensors
-        rows, total = grad.flatten(0, -2), grad_r.flatten(0, -2)
-        grad_w = rows.T @ r.flatten(0, -2).to(grad.dtype)
-        if grad_r.dtype == grad.dtype:
-            total = torch.addmm(total, rows, w.to(grad.dtype))
-        else:
-            total = total + rows @ w.to(grad.dtype)
-        return total.view_as(r), grad_w.to(w.dtype)
-
-
 class NAGEnds(NoEnds):
     def __init__(self, config):
         super().__init__(config)
@@ -261,29 +241,26 @@ class NAG(PreNorm):
             nn.init.zeros_(self.p)
             nn.init.constant_(self.raw_beta, math.log(math.e - 1))  # softplus(raw_beta) = 1
 
-    def turn(self, r, products=None):
-        """Eq. 5: a of every token, (B, T, 1). products: w r, if they are known"""
+    def turn(self, r):
+        """Eq. 5: a of every token, (B, T, 1)"""
         a = self.ramp * self.alpha
         if not self.modulated:
             return a.expand(*r.shape[:-1], 1)
-        products = F.linear(r, self.w) if products is None else products
-        return a * modulator(products, self.b, self.p, F.softplus(self.raw_beta))
+        return a * modulator(F.linear(r, self.w), self.b, self.p, F.softplus(self.raw_beta))
 
     def read(self, stream):
         return stream.x, stream
 
     def write(self, stream, f, gate=1.0, turn=None):
         r, s = stream.x, stream.lane
-        modulated = self.modulated and turn is None  # mod.py passes the turn of its router
-        if on_cuda(r):
+        if on_cuda(r):  # mod.py passes the turn of its router
             a, ramp = (self.alpha, self.ramp) if turn is None else (turn, None)
             a = gate * a if scales(gate) else a
+            modulated = self.modulated and turn is None
             factor = (self.w, self.b, self.p, self.raw_beta) if modulated else None
             x, lane = kernels.rotate(r, s, f, a, factor, ramp, **self.parts)
             return stream.replace(x=x, lane=lane)
-        if turn is None:
-            r, products = Project.apply(r, self.w) if modulated else (r, None)
-            turn = self.turn(r, products)
+        turn = self.turn(r) if turn is None else turn
         x, lane = rotate(r, s, f, gate * turn, **self.parts)
         return stream.replace(x=x, lane=lane)
 

@@ -78,18 +78,13 @@ def lowest(scores, rate):
 SUBLAYERS = ("attend", "feed")  # the methods of a block
 
 
-def pass_on(stream, *others, **more):
-    """Takes the place of a method in SUBLAYERS: returns the stream unchanged."""
-    return stream
-
-
 def skip(model, indices, unit):
     """Skip these units and no others."""
     for b, block in enumerate(model.blocks):
         for i, method in enumerate(SUBLAYERS, 2 * b):
             vars(block).pop(method, None)  # use the method of the class again
             if i // UNITS[unit] in indices:
-                setattr(block, method, pass_on)
+                setattr(block, method, lambda stream, *others, **more: stream)
 
 
 def skips(block):
@@ -120,7 +115,3 @@ def names(indices, unit):
     if unit == "block":
         return [f"block {i}" for i in indices]
     return [f"{('attn', 'mlp')[i % 2]} {i // 2}" for i in indices]
-
-
-if __name__ == "__main__":
-    print("to prune: python eval.py --out_dir=out/default --mod_rate=0.2")

@@ -177,7 +177,3 @@ def run_tasks(model, encoding, batch_size, device, tasks, task_dir, num_fewshot,
         values = [f"{key} {value:.4f}" for key, value in metrics.items()]
         print(f"{name:<20}" + "  ".join(values))
     return report | {"versions": {"lm_eval": lm_eval.__version__, "datasets": datasets.__version__}}
-
-
-if __name__ == "__main__":
-    print("to run tasks: python eval.py --out_dir=out/default --what=tasks --limit=100")

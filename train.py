@@ -267,6 +267,7 @@ if flops_budget is not None:
 elif resuming and is_main and max_iters > saved["settings"]["max_iters"]:
     print(f"the schedule now ends at step {max_iters}, so the learning rate rises again; to decay")
     print("from the constant part of wsd instead, give a kept checkpoint as --branch_from")
+warmup_iters = round(warmup_iters * (max_iters if warmup_iters < 1 else 1))
 
 origin = None if saved is None else saved["path"]
 saved = None  # frees the memory
@@ -319,7 +320,7 @@ def run_header():
         counts["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     rate_of = lambda group: rates.get(group, learning_rate) if counts[group] else None
     resolved = {
-        "init_out": init_out(config), "weight_decay": weight_decay, "warmup_iters": warm_steps(),
+        "init_out": init_out(config), "weight_decay": weight_decay, "warmup_iters": warmup_iters,
         "gate_lr": rate_of("gates"), "embed_lr": rate_of("embeddings"), "head_lr": rate_of("head"),
         "min_lr": 0.1 * learning_rate if min_lr is None else min_lr, "dtype": dtype,
         "compile": compile, "sequences": sequences, "micro_steps": micro_steps,
@@ -383,22 +384,17 @@ def announce(header):
 # One step
 
 
-def warm_steps():
-    return round(warmup_iters * max_iters) if warmup_iters < 1 else round(warmup_iters)
-
-
 def learning_rate_factor():
     """The learning rate as a share of its peak: warm-up, then cosine or wsd, down to min_lr."""
     at = step if flops_budget is None else flops / expected_flops
-    warm = warm_steps()
     floor = 0.1 if min_lr is None else min_lr / learning_rate
-    rising = min(1.0, (at + 1) / (warm + 1))
+    rising = min(1.0, (at + 1) / (warmup_iters + 1))
     if schedule == "wsd":
         falling = 1 - (1 - floor) * min(1, max(0, 1 - (max_iters - at) / (wsd_share * max_iters)))
         return min(rising, falling)
-    if at < warm:
+    if at < warmup_iters:
         return rising
-    done = min(1, (at - warm) / max(1, max_iters - warm))
+    done = min(1, (at - warmup_iters) / max(1, max_iters - warmup_iters))
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
 
 

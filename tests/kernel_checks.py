@@ -93,8 +93,7 @@ def close_to_float64(plain, fused, inputs, grads, dtype, close, statistics=()):
 def plain_write(r, s, f, a, w=None, b=None, p=None, raw=None, ramp=1.0, **parts):
     a = a * ramp
     if w is not None:
-        r, products = nag.Project.apply(r, w)
-        a = a * nag.modulator(products, b, p, F.softplus(raw))
+        a = a * nag.modulator(F.linear(r, w), b, p, F.softplus(raw))
     return nag.rotate(r, s, f, a, **parts)
 
 

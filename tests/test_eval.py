@@ -373,7 +373,7 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
         steps[2]["seconds"] - steps[1]["seconds"]
     )
     assert {k: len(v[1]) for k, v in plot.grouped(dense).items()} == {"nag": 2, "lns": 1}
-    assert [*plot.grouped([str(runs / "d")])] == ["bhyt, 30% skip both (learned router)"]
+    assert [*plot.grouped([str(runs / "d")])] == ["bhyt"]
     refuses("nowhere/log.jsonl is missing", plot.main, "loss", x, "nowhere")
     refuses("no figure 'lss': choose one of loss", plot.main, "lss", x, *dense)
     refuses("map shows one run, not 3", plot.main, "map", x, *dense)
@@ -439,12 +439,6 @@ def test_a_damaged_eval_json_is_not_overwritten(runs, tmp_path):
         (tmp_path / "eval.json").write_text(text)
         refuses(why, evaluated, tmp_path, "sample", max_new_tokens=1)
         assert (tmp_path / "eval.json").read_text() == text
-
-
-@cases("name", ["generate.py", "prune.py", "depth.py", "tasks.py"])
-def test_a_file_that_is_no_script_says_which_one_uses_it(name, capsys):
-    script(name, "--help")
-    assert "python eval.py --out_dir=out" in capsys.readouterr().out
 
 
 def test_importing_does_nothing_and_needs_no_optional_package(tmp_path):
