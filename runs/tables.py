@@ -198,7 +198,8 @@ def judge_facts():
     yield "median half-width", f"{median(half_widths):.4f}"
     able = [stats.detectable(half, each["n"]) for half, each in zip(half_widths, decidable)]
     yield "difference to be found", f"{median(able):.3f}"
-    for pair in (("ihc, 4 streams", "mhc"), ("ihc", "ihc, 4 streams"), ("bhyt_exact", "bhyt")):
+    pairs = ("ihc, 4 streams", "mhc"), ("ihc", "ihc, 4 streams"), ("wide, 2 streams", "wide")
+    for pair in (*pairs, ("bhyt_exact", "bhyt")):
         lines = (judged_lines("muon", name) for name in pair)
         yield " minus ".join(pair), plus_minus(gap_of(*lines))
     commits = [line["commit"] for line in study.finished("judge").values()]

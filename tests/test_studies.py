@@ -926,7 +926,12 @@ def test_readme_has_a_row_for_each_judged_mode():
 def test_sentences_written_by_hand_agree_with_the_results():
     head, rows = tables.modes("muon")
     better = {row[0] for row in rows if row[head.index("after Holm")] == "better"}
-    assert better == {"ihc, 4 streams", "ihc", "mhc", "attnres", "hc", "attnres_block", "wide"}
+    fragile = "wide, 2 streams"  # "one of them from better"
+    six = {"mhc", "ihc", "hc", "wide", "attnres", "attnres_block"}
+    assert better == six | {"ihc, 4 streams", fragile}
+    for mode in better:
+        word = tables.number("modes", mode, "verdict")
+        assert word == ("better, fragile" if mode == fragile else "better")
     at_time = {row[0]: row[head.index("verdict at equal time")] for row in rows}
     ahead = {mode for mode, verdict in at_time.items() if verdict == "better"}
     assert ahead == {"ihc", "wide"}
@@ -938,14 +943,15 @@ def test_sentences_written_by_hand_agree_with_the_results():
     assert tables.number("english", "ihc", "verdict at equal time") == "undecided"
     assert tables.number("english", "ihc", "verdict") == "better"
     assert {mode for mode in better if at_time[mode] == "undecided"} == {
-        "ihc, 4 streams", "attnres", "attnres_block"}  # fmt: skip
+        "ihc, 4 streams", "attnres", "attnres_block", fragile}  # fmt: skip
     at_flops = {row[0]: row[-2:] for row in tables.at_size()[1] if row[0] in better}
     assert {verdict for verdict, _ in at_flops.values()} == {"better"}
     assert {mode for mode in better if at_flops[mode][1] == "undecided"} == {"hc", "mhc"}
     theirs = tables.judged_lines("muon", "prenorm")
     early = {mode: tables.leads(tables.judged_lines("muon", mode), theirs, [1000])
              for mode in tables.judged("muon")[0]}  # fmt: skip
-    assert {*sorted(early, key=early.get)[:7]} == better  # "led by the most"
+    for mode, of_mode in (("nag", -0.077), ("attnres_block", -0.087)):
+        assert round(early[mode][0], 3) == of_mode
     assert early["nag"] < [0] and tables.number("modes", "nag", "after Holm") == "undecided"
     theirs = tables.judged("muon")[0]["prenorm"][1]
     by_length = {n: stats.losses_of(of) for n, of in theirs.items() if isinstance(n, float)}
@@ -960,9 +966,7 @@ def test_sentences_written_by_hand_agree_with_the_results():
     gap, half = map(float, tables.number("facts", "ihc, 4 streams minus mhc", "value").split(" ± "))
     lead = -float(tables.number("modes", "mhc", "at equal steps").split()[0])
     assert half < gap < 0.25 * lead  # "Most of this gain needs no mixing of streams"
-    worth = {
-        row[0]: row[head.index("worth in steps")].split()[0] for row in rows if row[0] in better
-    }
+    worth = {row[0]: row[head.index("worth in steps")].split()[0] for row in rows if row[0] in six}
     assert worth["mhc"] == max(worth.values()) and worth["attnres_block"] == min(worth.values())
 
     adamw, muon = ({mode: lines[1.0] for mode, (_, lines) in tables.judged(name)[0].items()}
