@@ -942,6 +942,9 @@ def test_sentences_written_by_hand_agree_with_the_results():
         assert tables.number("facts", fact, "value") == "better"
     assert tables.number("english", "ihc", "verdict at equal time") == "undecided"
     assert tables.number("english", "ihc", "verdict") == "better"
+    for column, word in (("verdict", "better"), ("verdict at equal time", "undecided")):
+        assert tables.number("wider", "nag", column) == word  # "better, but not at equal time"
+    assert tables.number("wider", "ihc", "verdict at equal time") == "better"
     assert {mode for mode in better if at_time[mode] == "undecided"} == {
         "ihc, 4 streams", "attnres", "attnres_block", fragile}  # fmt: skip
     at_flops = {row[0]: row[-2:] for row in tables.at_size()[1] if row[0] in better}
