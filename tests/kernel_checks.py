@@ -291,8 +291,9 @@ def worst_error(mode, width, stream, output, place="cpu", compiled=lambda functi
     relative to the largest number of each. stream and output: dtypes"""
     model = shaken(tiny(residual=mode, n_layer=1, n_embd=width, n_head=2))
     block, g, found = model.blocks[0], torch.Generator().manual_seed(0), []
+    n = streams.count(model.config)
     random = lambda *size: torch.randn(size, generator=g, dtype=torch.float64)
-    dtypes, sizes = [output, output, stream, torch.float32], ((), (), (4,))
+    dtypes, sizes = [output, output, stream, torch.float32], ((), (), (n,))
     given = [random(*size, 2, 19, width).to(dtype) for size, dtype in zip(sizes, dtypes)]
     given[0][:, :3] = 0
     first, *others = given[2].double()
@@ -313,7 +314,7 @@ def worst_error(mode, width, stream, output, place="cpu", compiled=lambda functi
         streams_in = [*leaves[2]] if reference else leaves[2:3]
         assert start.x.shape == streams_in[0].shape
         out = compiled(writes_and_reads(*parts, start))(*leaves[:2], *streams_in, leaves[3])
-        out = [*out[:2], torch.stack(out[2:6]), *out[6:]] if reference else out
+        out = [*out[:2], torch.stack(out[2 : n + 2]), *out[n + 2 :]] if reference else out
         grads = grads or [random(*x.shape) for x in out]
         leaves += [p for part in parts for p in part.parameters()]
         weights = [grad.to(x) for grad, x in zip(grads, out)]

@@ -227,7 +227,8 @@ def save(model, folder, **meta):
 def test_an_exported_model_is_loaded_by_transformers_and_comes_back(changes, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     shape = dict(n_layer=3, n_head=4, n_kv_head=2, n_embd=24, vocab_size=257, block_size=40)
-    ours = shaken(GPT(GPTConfig(**hf.SOURCE | shape | changes))).eval()
+    settings = {"residual": "prenorm"} | hf.SOURCE | shape | changes
+    ours = shaken(GPT(GPTConfig(**settings))).eval()
     hf.export_model(save(ours, tmp_path / "a"), str(tmp_path / "b"))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
     idx = some_ids(T=40, vocab=257)
