@@ -40,11 +40,12 @@ block_size: int | None = None  # import: context length; None: that of the model
 
 SOURCE = {"activation": "swiglu", "init": "normal", "init_scale": 0.02, "smear": 0}
 SOURCE |= {"value_embeds": False, "embed_scale": None, "head_scale": None, "qk_norm": False}
-FAMILIES = {  # model_type: settings
-    "llama": {"residual": "prenorm"},
-    "mistral": {"residual": "prenorm", "attn_bias": "none"},
-    "qwen2": {"residual": "prenorm", "attn_bias": "qkv"},
-    "qwen3": {"residual": "prenorm", "qk_norm": True},
+SOURCE |= {"residual": "prenorm"}
+FAMILIES = {  # model_type: settings that differ from SOURCE
+    "llama": {},
+    "mistral": {"attn_bias": "none"},
+    "qwen2": {"attn_bias": "qkv"},
+    "qwen3": {"qk_norm": True},
     "olmo2": {"residual": "outnorm", "qk_norm": True, "qk_norm_joint": True},
 }
 NO_CHANGE = set(  # keys of config.json that change no number of the model

@@ -253,14 +253,14 @@ class NAG(PreNorm):
 
     def write(self, stream, f, gate=1.0, turn=None):
         r, s = stream.x, stream.lane
-        if on_cuda(r):  # mod.py passes the turn of its router
+        if on_cuda(r):
             a, ramp = (self.alpha, self.ramp) if turn is None else (turn, None)
             a = gate * a if scales(gate) else a
             modulated = self.modulated and turn is None
             factor = (self.w, self.b, self.p, self.raw_beta) if modulated else None
             x, lane = kernels.rotate(r, s, f, a, factor, ramp, **self.parts)
             return stream.replace(x=x, lane=lane)
-        turn = self.turn(r) if turn is None else turn
+        turn = self.turn(r) if turn is None else turn  # mod.py passes that of its router
         x, lane = rotate(r, s, f, gate * turn, **self.parts)
         return stream.replace(x=x, lane=lane)
 

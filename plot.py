@@ -139,8 +139,10 @@ def steps_of(run):
 def grouped(runs):
     """Group runs that differ only in the seed: {label: (mode, runs)}.
 
-    A label has the mode, and the settings in which the runs of this mode differ.
+    A label has the mode, the share of tokens that skip and their router, and the settings in which
+    the runs of this mode differ.
     """
+    shown = {"seed", "out_dir", "mod_on", "mod_rate", "mod_router"}  # or not of interest
     scratch = dict.fromkeys(("scratch", "auto", "resume"), {"init_from": "scratch"})
     settings = {run: header_of(run)["settings"] for run in runs}
     settings = {run: own | scratch.get(own.get("init_from"), {}) for run, own in settings.items()}
@@ -150,8 +152,11 @@ def grouped(runs):
         same_mode = [other for other in settings.values() if other["residual"] == mode]
         # Older logs do not have newer settings.
         values = {key: {str(s[key]) for s in same_mode if key in s} for key in own}
-        differs = [key for key in own if len(values[key]) > 1 and key not in ("seed", "out_dir")]
-        label = ", ".join([mode, *(f"{key}={own[key]}" for key in differs)])
+        differs = [key for key in own if len(values[key]) > 1 and key not in shown]
+        skipped = []
+        if own.get("mod_on", "none") != "none":
+            skipped = [f"{own['mod_rate']:.0%} skip {own['mod_on']} ({own['mod_router']} router)"]
+        label = ", ".join([mode, *skipped, *(f"{key}={own[key]}" for key in differs)])
         groups.setdefault(label, (mode, []))[1].append(run)
     return groups
 

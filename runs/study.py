@@ -79,9 +79,8 @@ DEFAULTS = configure({"__file__": TRAIN}, GPTConfig, argv=[])[0]
 
 def changed(settings):
     """The residual, and the settings that differ from train.py's defaults and change the result."""
-    named = {"residual": DEFAULTS["residual"]} | settings
-    differs = lambda k, v: k == "residual" or (v != DEFAULTS[k] and k not in OF_PLACE)
-    return {k: v for k, v in named.items() if differs(k, v)}
+    own = {k: v for k, v in settings.items() if v != DEFAULTS[k] and k not in OF_PLACE}
+    return {"residual": (DEFAULTS | settings)["residual"]} | own
 
 
 def key(settings):
@@ -92,9 +91,9 @@ def key(settings):
     """
     full = DEFAULTS | settings
     full["hc_streams"] = full["hc_streams"] or getattr(RESIDUALS[full["residual"]], "n_streams", 4)
-    on = {k: v for k, v in full.items() if v is not None and v is not False}
-    full = {k: v for k, v in on.items() if k not in OF_PLACE and v != "scratch"}
-    return hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()[:12]
+    left_out = lambda k, v: v is None or v is False or v == "scratch" or k in OF_PLACE
+    kept = {k: v for k, v in full.items() if not left_out(k, v)}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @cache

@@ -208,8 +208,8 @@ def judge_facts():
 
 
 def again_facts():
-    """ihc against pre-norm with 8 more seeds, settings as before: these alone, and
-    with the first ones.
+    """ihc against pre-norm with 8 more seeds, settings as before: these alone, and with the first
+    ones.
     """
     name, usual = "ihc", scale_of("muon")
     trained, ratios = judged("muon")

@@ -373,7 +373,7 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
         steps[2]["seconds"] - steps[1]["seconds"]
     )
     assert {k: len(v[1]) for k, v in plot.grouped(dense).items()} == {"nag": 2, "lns": 1}
-    assert [*plot.grouped([str(runs / "d")])] == ["bhyt"]
+    assert [*plot.grouped([str(runs / "d")])] == ["bhyt, 30% skip both (learned router)"]
     refuses("nowhere/log.jsonl is missing", plot.main, "loss", x, "nowhere")
     refuses("no figure 'lss': choose one of loss", plot.main, "lss", x, *dense)
     refuses("map shows one run, not 3", plot.main, "map", x, *dense)

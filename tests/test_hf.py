@@ -105,7 +105,7 @@ def test_config_json_is_refused_by_the_name_of_the_key(keys, message):
     (dict(logit_cap=5.0), "logit_cap=5.0"), (dict(attn_bias="qkv", bias=True), "bias=True (only"),
 ])  # fmt: skip
 def test_models_that_transformers_lacks_are_refused(changes, message):
-    refuses(message, hf.family_of, GPTConfig(**{"residual": "prenorm"} | hf.SOURCE | changes))
+    refuses(message, hf.family_of, GPTConfig(**hf.SOURCE | changes))
 
 
 @cases("scaling, old", [
@@ -113,7 +113,7 @@ def test_models_that_transformers_lacks_are_refused(changes, message):
     ((8.0, 1.0, 4.0, 16), LLAMA3 | dict(original_max_position_embeddings=16)),
 ])  # fmt: skip
 def test_an_export_has_the_rotary_keys_of_transformers_4_and_5(scaling, old):
-    config = GPTConfig(**hf.SOURCE, residual="prenorm", rope_base=5e5, rope_scaling=scaling)
+    config = GPTConfig(**hf.SOURCE, rope_base=5e5, rope_scaling=scaling)
     keys = json.loads(json.dumps(hf.to_keys(config, 48, {}, torch.float32)))
     assert (keys["rope_theta"], keys["rope_scaling"]) == (5e5, old)
     new = (old or dict(rope_type="default")) | dict(rope_theta=5e5)
@@ -227,8 +227,7 @@ def save(model, folder, **meta):
 def test_an_exported_model_is_loaded_by_transformers_and_comes_back(changes, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     shape = dict(n_layer=3, n_head=4, n_kv_head=2, n_embd=24, vocab_size=257, block_size=40)
-    settings = {"residual": "prenorm"} | hf.SOURCE | shape | changes
-    ours = shaken(GPT(GPTConfig(**settings))).eval()
+    ours = shaken(GPT(GPTConfig(**hf.SOURCE | shape | changes))).eval()
     hf.export_model(save(ours, tmp_path / "a"), str(tmp_path / "b"))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
     idx = some_ids(T=40, vocab=257)
@@ -251,7 +250,8 @@ def test_an_export_of_lns_folds_the_factor_of_each_block_into_its_gains(tmp_path
     keep = lambda tensors, path, metadata: (files.update(tensors), open(path, "w").close())
     library = SimpleNamespace(torch=SimpleNamespace(save_file=keep))
     monkeypatch.setattr(hf, "safetensors", lambda: library)
-    ours = shaken(GPT(GPTConfig(**hf.SOURCE, residual="lns", n_layer=3, n_embd=24, vocab_size=257)))
+    shape = dict(residual="lns", n_layer=3, n_embd=24, vocab_size=257)
+    ours = shaken(GPT(GPTConfig(**hf.SOURCE | shape)))
     path = save(ours, tmp_path / "a")
     refuses("no folder can be made there", hf.export_model, path, f"{path}/b")
     hf.export_model(path, str(tmp_path / "b"))
