@@ -53,6 +53,7 @@ JUDGED = {mode: (mode, {}) for mode in RESIDUALS}  # name: (mode, its own settin
 JUDGED |= {
     "ihc, 4 streams": ("ihc", {"hc_streams": 4}), "wide, 2 streams": ("wide", {"hc_streams": 2})
 }  # fmt: skip
+BAD_SEEDS = (6, 9, 10, 12)  # of 16: with these pre-norm ends above 1.0 at 8 x 64
 COPIES = 0.75  # a model copies if repeated characters cost less than this share of the first time
 study.record = True  # read results/ only
 
@@ -208,8 +209,8 @@ def judge_facts():
 
 
 def again_facts():
-    """ihc against pre-norm with 8 more seeds, settings as before: these alone, and with the first
-    ones.
+    """ihc against pre-norm with 8 more seeds, settings as before: these alone, with the first ones,
+    and all but those with which pre-norm ends high.
     """
     name, usual = "ihc", scale_of("muon")
     trained, ratios = judged("muon")
@@ -221,10 +222,13 @@ def again_facts():
 
     ours, lengths = lines_of(name), (1.0, *judge.lengths({name: ratios[name]}))
     theirs = {length: lines_of(BASELINE, length) for length in lengths}
-    for what, first in (("new seeds", judge.seeds), ("16 seeds", 0)):
-        others = {length: lines[first:] for length, lines in theirs.items()}
-        how = trained[name][0], ours[first:], others, ratios[name]
-        found = judge.compare(name, *how)
+    every = range(1, 2 * judge.seeds + 1)
+    chosen = {"16 seeds": every, "new seeds": every[judge.seeds :]}
+    chosen["good seeds"] = [seed for seed in every if seed not in BAD_SEEDS]
+    for what, seeds in chosen.items():
+        some = lambda lines, seeds=seeds: [lines[seed - 1] for seed in seeds]
+        others = {length: some(lines) for length, lines in theirs.items()}
+        found = judge.compare(name, trained[name][0], some(ours), others, ratios[name])
         difference, word = decided(found["times"])
         yield f"{name}, {what}, at equal steps", plus_minus(found["steps"])
         yield f"{name}, {what}, at equal time", difference
