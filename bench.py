@@ -641,8 +641,10 @@ RULES = (
 )
 
 
-def check_settings(base, settings):
-    """The chosen parts. A bad value is an error before any work."""
+def check_settings(base, settings, named):
+    """The chosen parts. A bad value is an error before any work, and so is a named setting that
+    no part uses. named: the settings of the command line.
+    """
     check(settings, RULES)
     pick({"adamw": 0, "muon": 0}, optimizer, "optimizer")
     pick({"none": 0, "fsdp": 0}, shard, "shard")
@@ -655,6 +657,10 @@ def check_settings(base, settings):
     with torch.device("meta"):
         for config in tried:
             GPT(replace(config, n_layer=1))
+    unused = set.intersection(*({*settings_of_others(config.residual)} for config in tried))
+    unused.add("modes" if what == "size" else "residual")
+    if unused & named:
+        raise ValueError(f"{what=} with {modes=} does not use {', '.join(sorted(unused & named))}")
     return chosen
 
 
@@ -674,19 +680,18 @@ def main():
     others = settings_of(os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py"))
     unused = {each for each in others if not each.startswith(("sft_", "lora_"))}
     read = partial(configure, globals(), GPTConfig, unused=unused)
-    settings, asked = read(argv=given)
+    settings, _ = read(argv=given)
     if quick:
-        settings, asked = read(argv=[*QUICK.split(), *given])
+        settings, _ = read(argv=[*QUICK.split(), *given])
     if what == "size":  # of a run on GPUs
-        if "modes" in asked:
-            raise SystemExit("bench.py: what=size shows one model: set --residual, not --modes")
         device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype
     device = str(machine.pick_device(device))
     dtype = machine.pick_dtype(dtype, torch.device(device).type)
     machine.prepare_process(device)
     base = GPTConfig(**{name: settings[name] for name in MODEL_SETTINGS})
     try:
-        chosen = check_settings(base, settings)
+        named = {arg.strip("-").partition("=")[0] for arg in given if arg.startswith("--")}
+        chosen = check_settings(base, settings, named)
     except ValueError as error:
         raise SystemExit(f"bench.py: {error}") from error
     compiles = any(part not in (memory, size) for part in chosen)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+import streams
 from data import atomic, file_sha256, make_folder
 from machine import gathered, shard_like
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig
@@ -101,6 +102,8 @@ def load(path):
     if differs:
         names = ", ".join(sorted(differs))
         raise SystemExit(f"{path} differs from this code in the settings {names}: {USE_ITS_CODE}")
+    config = state["config"]  # older code stored 4 for every mode, also without streams
+    config["hc_streams"] = streams.resolved(config["residual"], config["hc_streams"])
     return state | {"path": path}
 
 

@@ -150,11 +150,11 @@ def text_of(state, config):
 
 
 def main(path, to, *argv):
-    settings, given = configure(globals(), GPTConfig, argv=argv)
+    _, given = configure(globals(), GPTConfig, argv=argv)
     checkpoint.prepare_folder(to)
     state, source = checkpoint.load_model(path)
     refuse_adapters(state)
-    residual = settings["residual"]
+    residual = given.get("residual")
     others = {k: v for k, v in given.items() if k not in ("residual", "data_dir", "seed")}
     torch.manual_seed(seed)
     batches = text_of(state, source.config) if residual == "nag" else []

@@ -412,8 +412,12 @@ def export_model(path, folder):
         fail(f"{path} holds adapters: merge them first: python lora.py {path} OUT.pt")
     if os.path.exists(os.path.join(folder, "config.json")):
         fail(f"{folder} already holds a model: give another folder")
+    try:
+        names = file_names(config)
+    except ValueError as error:  # older code allowed it
+        fail(f"{path} is refused ({error}): {checkpoint.USE_ITS_CODE}")
     tensors, hidden = {}, 0
-    for name, (other, shape) in file_names(config).items():
+    for name, (other, shape) in names.items():
         tensor = state["model"].get(name)
         if tensor is None or tuple(tensor.shape) != shape:
             fail(f"{path} does not fit its own settings: {name}")

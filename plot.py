@@ -144,8 +144,11 @@ def grouped(runs):
     """
     shown = {"seed", "out_dir", "mod_on", "mod_rate", "mod_router"}  # or not of interest
     scratch = dict.fromkeys(("scratch", "auto", "resume"), {"init_from": "scratch"})
-    settings = {run: header_of(run)["settings"] for run in runs}
-    settings = {run: own | scratch.get(own.get("init_from"), {}) for run, own in settings.items()}
+    settings = {}
+    for run in runs:
+        own, resolved = (header_of(run)[part] for part in ("settings", "resolved"))
+        streams = resolved.get("hc_streams", own.get("hc_streams"))  # older logs: only the setting
+        settings[run] = own | scratch.get(own.get("init_from"), {}) | {"hc_streams": streams}
     groups = {}
     for run, own in settings.items():
         mode = own["residual"]
@@ -155,7 +158,8 @@ def grouped(runs):
         differs = [key for key in own if len(values[key]) > 1 and key not in shown]
         skipped = []
         if own.get("mod_on", "none") != "none":
-            skipped = [f"{own['mod_rate']:.0%} skip {own['mod_on']} ({own['mod_router']} router)"]
+            share = f"{100 * own['mod_rate']:.6g}%"
+            skipped = [f"{share} skip {own['mod_on']} ({own['mod_router']} router)"]
         label = ", ".join([mode, *skipped, *(f"{key}={own[key]}" for key in differs)])
         groups.setdefault(label, (mode, []))[1].append(run)
     return groups

@@ -82,9 +82,13 @@ RANK = 8  # gated: D and U have the rank n_embd / RANK, at least 1
 NEAR = 5.0  # mhc_start "prenorm": M starts with e^NEAR on its diagonal for each 1 beside it
 
 
+def resolved(residual, hc_streams):
+    """The number of streams: the setting, or the mode's default. None: not a mode of this file."""
+    return (hc_streams or RESIDUALS[residual].n_streams) if residual in RESIDUALS else None
+
+
 def count(config):
-    """The number of streams: the setting, or the mode's default."""
-    return config.hc_streams or RESIDUALS[config.residual].n_streams
+    return resolved(config.residual, config.hc_streams)
 
 
 def reads_mean(n):

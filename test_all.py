@@ -1816,6 +1816,8 @@ BAD_INPUT = {
         ("--new_tokens=a", "numbers above 0"), ("--batches_of=0", "numbers above 0"),
         ("--what=size --out=", "'' is not the name of a file"),
         (f"--what=size --out={HERE}", "is not the name of a file"),
+        ("--residual=nag", "does not use residual"), ("--what=size --modes=nag", "not use modes"),
+        ("--modes=prenorm,nag --hc_streams=2", "does not use hc_streams"),
     ],
 }  # fmt: skip
 
@@ -2045,6 +2047,19 @@ def test_a_save_leaves_the_files_of_others_alone(data, tmp_path):
         (tmp_path / name).write_text("in progress")
     train(data, tmp_path, max_iters=2, save_interval=1)
     assert set(os.listdir(tmp_path)) == others | {"ckpt.pt", "log.jsonl"}
+
+
+def test_a_checkpoint_has_the_number_of_its_streams(data, runs, tmp_path):
+    """Older code stored 4 for every mode, also for those without streams."""
+    old, new = shutil.copytree(runs / "a", tmp_path / "old"), tmp_path / "new"
+    config(hc_streams=4)(old / "ckpt.pt")
+    resume(old, max_iters=7)
+    assert checkpoint(old)["step"] == 7 and checkpoint(old)["config"]["hc_streams"] is None
+    train(data, new, residual="ihc", max_iters=1)
+    resume(new, hc_streams=2, max_iters=2)
+    assert log_of(new).headers[0]["resolved"]["hc_streams"] == 2
+    assert checkpoint(new)["step"] == 2 and checkpoint(new)["config"]["hc_streams"] == 2
+    refuses("trained with hc_streams=2, not 4", resume, new, hc_streams=4)
 
 
 def test_a_run_resumes_in_a_folder_with_brackets_in_its_name(data, runs, tmp_path):

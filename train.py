@@ -33,6 +33,7 @@ import machine
 import mod
 import moe
 import muon
+import streams
 from configurator import check, configure, echo
 from depth import gate_health
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, evaluate, init_out
@@ -220,6 +221,7 @@ except ValueError as error:
 if gate_lr is not None and not model.param_groups()["gates"]:
     fail(f"{gate_lr=}: a model with residual={config.residual!r} has no gates")
 model.loss_chunk, model.recompute = loss_chunk, recompute
+config.hc_streams = streams.count(config)  # the checkpoint has the number, not a default
 
 recipe = {"weight_decay": 0.0, "warmup_iters": 20} | RESIDUALS[config.residual].recipe
 weight_decay = recipe["weight_decay"] if weight_decay is None else weight_decay
@@ -320,7 +322,8 @@ def run_header():
         counts["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     rate_of = lambda group: rates.get(group, learning_rate) if counts[group] else None
     resolved = {
-        "init_out": init_out(config), "weight_decay": weight_decay, "warmup_iters": warmup_iters,
+        "init_out": init_out(config), "hc_streams": config.hc_streams,
+        "weight_decay": weight_decay, "warmup_iters": warmup_iters,
         "gate_lr": rate_of("gates"), "embed_lr": rate_of("embeddings"), "head_lr": rate_of("head"),
         "min_lr": 0.1 * learning_rate if min_lr is None else min_lr, "dtype": dtype,
         "compile": compile, "sequences": sequences, "micro_steps": micro_steps,

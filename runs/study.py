@@ -39,9 +39,10 @@ sys.path.insert(0, str(ROOT))
 import bench
 import checkpoint
 import machine
+import streams
 from configurator import configure
 from data import Windows, micro_batches
-from model import MODEL_SETTINGS, RESIDUALS, GPTConfig
+from model import MODEL_SETTINGS, GPTConfig
 
 TRAIN, EVAL = str(ROOT / "train.py"), str(ROOT / "eval.py")
 # Settings that do not change what a run computes. data_dir counts by the hashes of its shards, and
@@ -90,7 +91,7 @@ def key(settings):
     unless it is a path. hc_streams counts by its number, 4 where a mode has no streams.
     """
     full = DEFAULTS | settings
-    full["hc_streams"] = full["hc_streams"] or getattr(RESIDUALS[full["residual"]], "n_streams", 4)
+    full["hc_streams"] = streams.resolved(full["residual"], full["hc_streams"]) or 4
     left_out = lambda k, v: v is None or v is False or v == "scratch" or k in OF_PLACE
     kept = {k: v for k, v in full.items() if not left_out(k, v)}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]

@@ -202,7 +202,7 @@ def test_the_seed_decides_the_weights_that_prenorm_does_not_have(base, tmp_path)
 
 
 @cases("given, why", [
-    (dict(), "residual='ihc': choose one of nag, bhyt, bhyt_exact, prenorm_approx"),
+    (dict(), "residual=None: choose one of nag, bhyt, bhyt_exact, prenorm_approx"),
     (dict(residual="lns"), "residual='lns': choose one of nag, "),
     (dict(residual="nag", n_embd=64), "n_embd=64: a conversion changes only settings of nag"),
     (dict(residual="nag", nag_first_logits=None), "to nag needs nag_first_logits=0.75"),

@@ -344,6 +344,23 @@ def test_a_figure_shows_the_mean_of_seeds_and_a_band_from_lowest_to_highest():
     plt.close("all")
 
 
+def test_runs_of_one_line_of_a_figure_differ_only_in_the_seed(runs, tmp_path):
+    def written(name, source, settings, resolved):
+        header = plot.header_of(runs / source)
+        header |= {"settings": header["settings"] | settings}
+        header |= {"resolved": header["resolved"] | resolved}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.jsonl").write_text(json.dumps({"run": header}))
+        return str(tmp_path / name)
+
+    more = written("more", "d", {"mod_rate": 0.304}, {})
+    skipping = plot.grouped([str(runs / "d"), more])
+    assert [label.partition("%")[0] for label in skipping] == ["bhyt, 30", "bhyt, 30.4"]
+    streams = [written(f"{n}", "a", {"residual": "ihc", "hc_streams": n}, {"hc_streams": n or 2})
+               for n in (None, 2, 4)]  # fmt: skip
+    assert [len(group) for _, group in plot.grouped(streams).values()] == [2, 1]
+
+
 def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_path):
     dense, x = [str(runs / name) for name in "abc"], str(tmp_path / "x")
     for run, what in (("a", "depth"), ("b", "depth"), ("c", "depth"), ("d", "mod"), ("e", "depth")):

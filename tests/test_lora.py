@@ -175,7 +175,7 @@ def test_routers_and_experts_do_not_count_padding():
     assert all(int(layer.load.sum()) == 0 for layer in moe.layers(model))
 
 
-OF_EACH_KIND = "prenorm keel x0mix bhyt ngpt hc smhc gated wide attnres_block".split()
+OF_EACH_KIND = "prenorm keel x0mix bhyt ngpt ihc hc smhc gated wide attnres_block".split()
 
 
 @cases("model", [

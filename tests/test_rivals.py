@@ -494,7 +494,7 @@ def test_a_block_of_sources_counts_again_once_all_tokens_run_one_of_its_sublayer
 
 
 @torch.no_grad()
-@cases("residual", ["hc", "smhc", "gated", "wide"])
+@cases("residual", ["hc", "ihc", "smhc", "gated", "wide"])
 def test_a_token_that_skips_every_sublayer_keeps_its_streams_and_its_pre(residual):
     how = dict(residual=residual, mod_on="both", mod_rate=0.4, mod_router="learned")
     model = shaken(tiny(**how)).eval()

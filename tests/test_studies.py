@@ -765,7 +765,9 @@ def test_a_change_is_compared_with_the_mode_that_it_changes():
     changes = lead.PLANS["mod"][0]
     assert lead.base_of(changes, "random router 0.4") == "nag"
     assert lead.base_of(changes, "learned router on pre-norm 0.4") == "prenorm"
-    assert lead.base_of(lead.PLANS["streams"][0], "ihc with one stream") == "prenorm"
+    of_streams = lead.PLANS["streams"][0]
+    assert lead.base_of(of_streams, "ihc with one stream") == "ihc with four streams"
+    assert lead.base_of(of_streams, "ihc with four streams") == "prenorm"
     assert lead.base_of(lead.PLANS["tokens"][0], "nag") == "prenorm"
 
 
