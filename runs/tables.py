@@ -166,14 +166,18 @@ def in_several_places():
 
 
 def places():
-    """The rows of what was judged in several places, without Holm's correction."""
-    tables, rows = {place: modes(place) for place in TRAVELS}, []
-    head = tables["muon"][0]
-    kept = [at for at, title in enumerate(head) if at and "after Holm" not in title]
-    for name, place in in_several_places():
-        (cells,) = [cells for cells in tables[place][1] if cells[0] == name]
-        rows.append((name, TRAVELS[place], *(cells[at] for at in kept)))
-    return (head[0], "where", *(head[at] for at in kept)), rows
+    """What was judged in several places: differences and verdicts, without Holm's correction."""
+    columns = [*product((("at equal steps", "verdict"), ("at equal time", "verdict at equal time")),
+                        TRAVELS)]  # fmt: skip
+    names = dict.fromkeys(name for name, _ in in_several_places() if name != BASELINE)
+    rows = {name: [name] for name in names}
+    for titles, place in columns:
+        head, cells_of = modes(place)
+        found = {cells[0]: [cells[head.index(title)] for title in titles] for cells in cells_of}
+        for name, row in rows.items():
+            row.append(", ".join(found.get(name, ())))
+    head = [f"{what}: {TRAVELS[place]}" for (what, _), place in columns]
+    return ("mode", *head), [*rows.values()]
 
 
 def compared_in_several_places(words):
