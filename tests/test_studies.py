@@ -957,7 +957,8 @@ def test_sentences_written_by_hand_agree_with_the_results():
     for column, word in (("verdict", "better"), ("verdict at equal time", "undecided")):
         assert tables.number("wider", "nag", column) == word
         assert tables.number("wider", "wide", column) == word
-    assert tables.number("wider", "ihc", "verdict at equal time") == "better"
+    for mode in ("ihc", "attnres_block"):
+        assert tables.number("wider", mode, "verdict at equal time") == "better"
     assert {mode for mode in better if at_time[mode] == "undecided"} == {
         "ihc, 4 streams", "attnres", "attnres_block", fragile}  # fmt: skip
     at_flops = {row[0]: row[-2:] for row in tables.at_size()[1] if row[0] in better}
