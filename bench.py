@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_map_only
 
 import machine
 from attnres import group_size
-from configurator import check, configure, settings_of
+from configurator import check, configure, overrides, settings_of
 from data import make_folder, write_json
 from generate import FOLDS, KVCache, compiled_step, next_token
 from mod import routers
@@ -642,8 +642,8 @@ RULES = (
 
 
 def check_settings(base, settings, named):
-    """The chosen parts. A bad value is an error before any work, and so is a named setting that
-    no part uses. named: the settings of the command line.
+    """The chosen parts. A bad value is an error before any work, and so is a setting of another
+    mode. named: the settings of the command line.
     """
     check(settings, RULES)
     pick({"adamw": 0, "muon": 0}, optimizer, "optimizer")
@@ -657,10 +657,10 @@ def check_settings(base, settings, named):
     with torch.device("meta"):
         for config in tried:
             GPT(replace(config, n_layer=1))
-    unused = set.intersection(*({*settings_of_others(config.residual)} for config in tried))
-    unused.add("modes" if what == "size" else "residual")
-    if unused & named:
-        raise ValueError(f"{what=} with {modes=} does not use {', '.join(sorted(unused & named))}")
+    everyone = [config.residual for config in tried]
+    unused = sorted(settings_of_others(*everyone).keys() & named)
+    if unused:
+        raise ValueError(f"{', '.join(unused)}: no setting of {' or '.join(everyone)}")
     return chosen
 
 
@@ -680,17 +680,21 @@ def main():
     others = settings_of(os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py"))
     unused = {each for each in others if not each.startswith(("sft_", "lora_"))}
     read = partial(configure, globals(), GPTConfig, unused=unused)
-    settings, _ = read(argv=given)
+    settings, asked = read(argv=given)
+    named = {key for source, key, _ in overrides(given, {}) if source == "command line"}
     if quick:
-        settings, _ = read(argv=[*QUICK.split(), *given])
+        settings, asked = read(argv=[*QUICK.split(), *given])
+    if what != "size" and "residual" in named:  # a config file may set it
+        raise SystemExit("bench.py: set --modes, not --residual, unless what=size")
     if what == "size":  # of a run on GPUs
+        if "modes" in asked:
+            raise SystemExit("bench.py: what=size shows one model: set --residual, not --modes")
         device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype
     device = str(machine.pick_device(device))
     dtype = machine.pick_dtype(dtype, torch.device(device).type)
     machine.prepare_process(device)
     base = GPTConfig(**{name: settings[name] for name in MODEL_SETTINGS})
     try:
-        named = {arg.strip("-").partition("=")[0] for arg in given if arg.startswith("--")}
         chosen = check_settings(base, settings, named)
     except ValueError as error:
         raise SystemExit(f"bench.py: {error}") from error

@@ -70,7 +70,7 @@ if not (torch.cuda.is_available() or interpreted):
 MOST_STREAMS = 4  # with more of them, threads would need more registers than there are
 TOKENS = 32  # of a program that makes maps
 CHUNK = 1024  # tokens of a part of a sum of gradients
-LEAST_TOKENS = 4096  # with fewer, as in decoding or a default run, a GPU waits; not timed
+LEAST_TOKENS = 4096  # with fewer, as in a default run, a GPU should wait for the CPU (not timed)
 NONE, GIVEN, SIGMOID, TANH = 0, 1, 2, 3  # h_pre: none, the first in lane, of Eq. 4, of Eq. 3
 
 

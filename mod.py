@@ -169,7 +169,7 @@ def highest(scores, k):
 def check(config, residual):
     kind = config.mod_router
     if kind == "nag" and not residual.rotates:
-        raise ValueError("mod_router='nag' needs residual='nag': others need mod_router='learned'")
+        raise ValueError("mod_router='nag' needs residual='nag': others take learned or random")
     if kind == "nag" and not config.nag_directions:
         raise ValueError("mod_router='nag' needs nag_directions above 0: else all q are equal")
     if kind != "nag" and config.mod_fallback:

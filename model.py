@@ -505,10 +505,10 @@ def init_out(config):
     return config.init_out or RESIDUALS[config.residual].init_out
 
 
-def settings_of_others(residual):
-    """{name: default} of the settings that belong to residual modes, but not to this one."""
+def settings_of_others(*residuals):
+    """{name: default} of the settings that belong to residual modes, but to none of these."""
     owned = {name for mode in RESIDUALS.values() for name in mode.settings}
-    others = owned - set(RESIDUALS[residual].settings)
+    others = owned - {name for residual in residuals for name in RESIDUALS[residual].settings}
     return {field.name: field.default for field in fields(GPTConfig) if field.name in others}
 
 

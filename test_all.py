@@ -1816,8 +1816,9 @@ BAD_INPUT = {
         ("--new_tokens=a", "numbers above 0"), ("--batches_of=0", "numbers above 0"),
         ("--what=size --out=", "'' is not the name of a file"),
         (f"--what=size --out={HERE}", "is not the name of a file"),
-        ("--residual=nag", "does not use residual"), ("--what=size --modes=nag", "not use modes"),
-        ("--modes=prenorm,nag --hc_streams=2", "does not use hc_streams"),
+        ("--residual=nag", "set --modes, not --residual"),
+        ("--what=size --modes=nag", "set --residual, not --modes"),
+        ("--modes=prenorm,nag --hc_streams=2", "hc_streams: no setting of prenorm or nag"),
     ],
 }  # fmt: skip
 

@@ -376,8 +376,7 @@ def main():
         shape = shape_of(scale, mode) if mode in RESIDUALS else {"residual": mode}
         if why := refusal(**shape):
             raise SystemExit(why)
-    used_by_none = set.intersection(*({*settings_of_others(mode)} for mode in everyone))
-    unused = sorted(used_by_none & study.changed(scale).keys())
+    unused = sorted(settings_of_others(*everyone).keys() & study.changed(scale).keys())
     if unused:
         raise SystemExit(f"{', '.join(unused)}: no setting of {' or '.join(everyone)}")
 

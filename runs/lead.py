@@ -45,7 +45,6 @@ STREAMS = {
     "prenorm as large as mhc": {"residual": "prenorm", "n_hidden": 352},
     "ihc with one stream": {"residual": "ihc", "hc_streams": 1},
 }
-BASES = {"ihc with one stream": "ihc with four streams"}  # where base_of is another name
 
 
 def mixtures(rate):
@@ -97,12 +96,12 @@ def mode_of(name, change):
 
 
 def base_of(changes, name):
-    """The name that a name of a plan is compared with: the mode it changes, or the first one."""
-    if name in BASES:
-        return BASES[name]
-    first, change = next(iter(changes)), changes[name]
-    mode = first if change is None else mode_of(name, change)
-    return mode if mode in changes else first
+    """The name that a name of a plan is compared with: the first one with its mode, or the first
+    of all.
+    """
+    of_mode = [each for each, change in changes.items()
+               if mode_of(each, change) == mode_of(name, changes[name])]  # fmt: skip
+    return next(iter(changes)) if of_mode[0] == name else of_mode[0]
 
 
 def as_judged(judged, mode, lines_of):
