@@ -13,7 +13,7 @@ Measure speed and memory. Candidates run in turn in one process.
     nanogpt     the same step with AdamW, of nanoGPT's model (--nanogpt_model: the path of its
                 model.py) and of ours, compiled block by block, as one graph, and on CUDA as one
                 graph that CUDA replays
-    memory      bytes that a training step keeps for the backward pass, and the peak
+    memory      bytes of the weights, gradients and optimizer state, and the peak of a step
     generate    reading the prompt, and a token without a cache, both eager; decoding with a cache
                 as one graph, compared with the time to read all weights once per token
     mod         forward and training step by the share of tokens that skip, with executed FLOPs
@@ -381,35 +381,28 @@ def nanogpt_step(base):
 
 
 def memory(base, copy, matmul):
-    """Eager steps with fake tensors: hooks cannot see the tensors that a compiled block keeps."""
-    eighth = batch_size * base.block_size // 8
-    options = {  # name: loss_chunk, recompute
-        "": (None, False), ", loss in 8 chunks": (eighth, False),
-        ", recompute": (None, True), ", both": (eighth, True),
-    }  # fmt: skip
     report = {}
-    print(f"\n{'a training step':<28} {'kept':>10} {'a block':>10} {'peak':>10}")
+    print("\nmemory of a training step")
     for name, config in configs(base, modes).items():
-        for suffix, option in options.items():
-            report[name + suffix] = row = step_memory(config, *option)
-            sizes = " ".join(f"{n / 2**20:>6.0f} MiB" for n in row.values())
-            print(f"{name + suffix:<28} {sizes}")
+        _, report[name] = step_memory(config)
+        sizes = ", ".join(f"{key} {n / 2**20:.0f} MiB" for key, n in report[name].items())
+        print(f"{name:<28} {sizes}")
     return report
 
 
-def step_memory(config, loss_chunk, recompute):
-    """Bytes kept for the backward pass by all blocks and by one more block, and the peak."""
-    kept = []  # of the deeper model, of the model itself
+def step_memory(config):
+    """(model, bytes of its weights, gradients and optimizer state, and of the peak of a step).
+
+    Runs eager steps with fake tensors, which have shapes but no data. Compiled code keeps less.
+    """
     with FakeTensorMode():
-        for n_layer in (config.n_layer + 1, config.n_layer):
-            deep = with_blocks(config, n_layer)
-            step, model, optimizers = stepper_as_set(deep, compile=False)
-            model.loss_chunk, model.recompute = loss_chunk, recompute
-            kept.append(kept_bytes(model, tokens(config, batch_size, device)))
+        step, model, optimizers = stepper_as_set(config, compile=False)
         step()  # creates the optimizers' state
         with LiveBytes(model, optimizers) as live:
             step()
-    return {"kept": kept[1], "kept a block": kept[0] - kept[1], "peak": live.peak}
+    weights, state = 4 * model.num_params(), sum(x.nbytes for x in state_of(optimizers))
+    sizes = {"weights": weights, "gradients": weights, "optimizer": state, "peak": live.peak}
+    return model, sizes
 
 
 def state_of(optimizers):
@@ -449,31 +442,6 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.add(out)
         return out
-
-
-def kept_bytes(model, x):
-    """Bytes that a forward pass keeps for the backward pass.
-
-    They include bfloat16 copies of weights, but not the weights themselves.
-    """
-    weights, kept = {p.untyped_storage()._cdata for p in model.parameters()}, {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
-
-    def keep_stream(block, args):
-        tree_map_only(Tensor, pack, args[0])
-
-    if model.recompute:  # the hooks below do not see the stream that a block is recomputed from
-        for block in model.blocks:
-            block.register_forward_pre_hook(keep_stream)
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, machine.autocast(device, dtype):
-        model(x, x)
-    return sum(kept.values())
 
 
 def generate(base, copy, matmul):
@@ -590,18 +558,9 @@ def mod(base, copy, matmul):
 
 
 def size(config, copy, matmul):
-    """Parameters, FLOPs and memory of a training step, for the model of a config file.
-
-    Runs eager steps with fake tensors, which have shapes but no data. Compiled code keeps less.
-    """
-    with FakeTensorMode():
-        step, model, optimizers = stepper_as_set(config, compile=False)
-        step()  # creates the optimizers' state
-        with LiveBytes(model, optimizers) as live:
-            step()
+    """Parameters, FLOPs and memory of a training step, for the model of a config file."""
+    model, report = step_memory(config)
     count, active = model.num_params(), model.num_params(active=True)
-    state = sum(x.nbytes for x in state_of(optimizers))
-    report = {"weights": 4 * count, "gradients": 4 * count, "optimizer": state, "peak": live.peak}
     report["a rank"] = report["peak"] + distribution_bytes(model, report)
     flops = model.flops_per_token()
     print(f"\n{config.residual}: {count:,} parameters, {active:,} of them used by a token")
@@ -635,7 +594,7 @@ is_count = lambda text: text.isdecimal() and int(text) > 0
 is_share = lambda text: text.replace(".", "", 1).isdecimal() and float(text) < 1
 RULES = (
     ("batch_size loss_chunk prompt_tokens ranks", lambda v: v > 0, "above 0"),
-    ("rounds", lambda v: v > 1, "at least 2"),
+    ("rounds", lambda v: v > 2, "at least 3"),
     ("new_tokens batches_of", lambda v: all(map(is_count, v.split(","))), "numbers above 0"),
     ("rates", lambda v: all(map(is_share, v.split(","))), "shares below 1"),
 )
@@ -682,7 +641,7 @@ def main():
     read = partial(configure, globals(), GPTConfig, unused=unused)
     settings, asked = read(argv=given)
     named = {key for source, key, _ in overrides(given, {}) if source == "command line"}
-    if quick:
+    if quick and what != "size":
         settings, asked = read(argv=[*QUICK.split(), *given])
     if what != "size" and "residual" in named:  # a config file may set it
         raise SystemExit("bench.py: set --modes, not --residual, unless what=size")

@@ -111,12 +111,13 @@ def overrides(argv, known):
 
 
 def literal(text, types):
-    """Parse text as a literal. If that fails, or only a string fits, return the text."""
+    """Parse text as a literal. If that fails, or only a string fits, return the text as it is."""
     try:
         value = ast.literal_eval(text.strip())
     except (ValueError, TypeError, SyntaxError):
         return text
-    return value if type(value) in types or str not in types else text
+    is_text = str in types and (type(value) is str or type(value) not in types)
+    return text if is_text else value
 
 
 def value_of(node):

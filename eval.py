@@ -193,16 +193,14 @@ def sample(model, encoding, device):
     # One character can take several tokens, so an incremental decoder collects the bytes.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     print(prompt, end="", flush=True)
-    with mod.switched(model, "collect"):
-        for token in tokens:
-            ids.append(int(token))
-            if ids[-1] == eot:
-                break
-            new_bytes = encoding.decode_single_token_bytes(ids[-1])
-            print(decoder.decode(new_bytes), end="", flush=True)
-    skipped = f", {mod.skipped(mod.routers(model)):.1%} skipped" if mod.routers(model) else ""
+    for token in tokens:
+        ids.append(int(token))
+        if ids[-1] == eot:
+            break
+        new_bytes = encoding.decode_single_token_bytes(ids[-1])
+        print(decoder.decode(new_bytes), end="", flush=True)
     seconds = time.perf_counter() - began
-    print(f"\n{len(ids) - start.size(1)} tokens in {seconds:.1f} s{skipped}")
+    print(f"\n{len(ids) - start.size(1)} tokens in {seconds:.1f} s")
     return encoding.decode(ids[len(data.start_of_text(encoding)) :])
 
 

@@ -202,14 +202,6 @@ def balance(routers, shared, rate, world=1, memory=MEMORY):
         router.update_k()
 
 
-def skipped(routers):
-    """The share of the scores since the last balance that are below tau, to within a bin."""
-    fresh = torch.stack([router.fresh for router in routers])  # (routers, BINS)
-    tau = torch.stack([router.tau for router in routers])
-    centre = (torch.arange(BINS, device=fresh.device) + 0.5) / BINS
-    return float((fresh * (centre < tau)).sum() / fresh.sum().clamp(min=1))
-
-
 def scores_of_all_ranks(model, world):
     """State for a checkpoint: {buffer name: fresh scores, summed over the ranks}."""
     state = {}

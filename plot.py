@@ -84,17 +84,6 @@ def header_of(run):
     raise SystemExit(f"plot.py: {run}/log.jsonl is no log of train.py")
 
 
-def read_eval(run, part):
-    path = os.path.join(run, "eval.json")
-    report = read_json(path) if os.path.exists(path) else {}
-    if part not in report:
-        command = f"python eval.py --out_dir={run} --what={part}"
-        if part == "mod":
-            command += " (for a run with tokens that skip)"
-        raise SystemExit(f"plot.py: no {part} in {path}: run {command}")
-    return report[part]
-
-
 def refuse_mixed_data(runs):
     """Refuse runs on different data. For example, data/python depends on the Python version."""
     seen = {}
@@ -174,25 +163,19 @@ def styled(runs):
         seen.append(mode)
 
 
-def plot_mean(axes, points, band=True, **style):
-    """Plot points {x: [value of each seed]} as their mean, with a band from lowest to highest."""
-    x = sorted(points)
-    (line,) = axes.plot(x, [sum(points[at]) / len(points[at]) for at in x], **style)
-    if band:
-        low, high = [min(points[at]) for at in x], [max(points[at]) for at in x]
-        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
-
-
 def draw(axes, runs, curve, band=True, **style):
-    """Draw one line per group of runs, through the points that all its seeds have.
+    """Draw the mean of each group of runs, with a band from the lowest to the highest seed.
 
-    curve(run) returns (x, y).
+    curve(run) returns (x, y). A line has the points that all its seeds have.
     """
     for members, look in styled(runs):
         curves = [dict(zip(*curve(run))) for run in members]
-        shared = [x for x in curves[0] if all(x in other for other in curves)]
-        points = {x: [y[x] for y in curves] for x in shared}
-        plot_mean(axes, points, band and len(members) > 1, **look | style)
+        x = [x for x in curves[0] if all(x in other for other in curves)]
+        values = [[y[at] for y in curves] for at in x]
+        (line,) = axes.plot(x, [statistics.mean(y) for y in values], **look | style)
+        if band and len(members) > 1:
+            low, high = [*map(min, values)], [*map(max, values)]
+            axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -231,12 +214,12 @@ def losses_against(axes, runs, key, unit, label):
 
 def measured(run, key, part="depth"):
     """A measurement of a run, with a value for each block, sublayer or token."""
-    report = read_eval(run, part)
-    if key not in report:
-        why = "its mode has no rotation" if key in ("a", "alpha") else "evaluate it again"
-        why = "its mode has no sources" if key == "sources" else why
-        raise SystemExit(f"plot.py: {run}/eval.json has no {key} in its {part}: {why}")
-    return report[key]
+    path = os.path.join(run, "eval.json")
+    report = read_json(path) if os.path.exists(path) else {}
+    if key not in report.get(part, {}):
+        command = f"python eval.py --out_dir={run} --what={part}"
+        raise SystemExit(f"plot.py: no {key} in {path}: {command} adds it, if the model has one")
+    return report[part][key]
 
 
 def draw_depth(axes, runs, key, first=0, **style):
@@ -255,11 +238,7 @@ def stream(axes, runs, key):
 
 
 def rotation(axes, runs):
-    def curve(run):
-        degrees = measured(run, "from embedding")
-        return range(len(degrees) + 1), [0.0, *degrees]
-
-    draw(axes, runs, curve)
+    draw_depth(axes, runs, "from embedding", first=1)
     axes.set(xlabel="sublayer", ylabel="degrees from the embedding")
 
 

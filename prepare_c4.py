@@ -19,7 +19,6 @@ import os
 import shutil
 import sys
 import sysconfig
-import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, pairwise
@@ -204,7 +203,6 @@ def write_split(name, files, part, limit, directory, meta, pool, workers):
     buffer = np.empty(shard_tokens, data.token_dtype(meta["vocab_size"]))
     fill = 0  # tokens in the buffer
     most = sys.maxsize if limit is None else limit
-    began, tokens_before = time.time(), split["tokens"]
 
     def flush(next_token, complete=False):
         nonlocal fill
@@ -213,6 +211,7 @@ def write_split(name, files, part, limit, directory, meta, pool, workers):
             split["shards"].append(write_shard(path, buffer[:fill], meta["tokenizer_sha256"]))
         split.update(tokens=split["tokens"] + fill, next=next_token, complete=complete)
         data.write_json(os.path.join(directory, "meta.json"), meta)
+        print(f"{name}: {split['tokens']:,} tokens in {len(split['shards'])} shards", flush=True)
         fill = 0
 
     refused = validation_hashes(directory, meta) if name == "train" else set()
@@ -236,32 +235,18 @@ def write_split(name, files, part, limit, directory, meta, pool, workers):
                 split["cut"] = digest.hex()  # the shards hold only its beginning
             if split["tokens"] + fill >= most:
                 break
-        total = split["tokens"] + fill
-        share = total / limit if limit else f / len(files)
-        progress(name, total, share, (total - tokens_before) / (time.time() - began))
-        if total >= most:
+        if split["tokens"] + fill >= most:
             break
     total = split["tokens"] + fill
-    progress(name, total, 1.0, 0.0)
     if "left_out" in split:
-        print(f"\n{name}: left out {split['left_out']:,} documents that are in validation", end="")
+        print(f"{name}: left out {split['left_out']:,} documents that are in validation")
     if total < LEAST:
         written = [shard["file"] for shard in meta["splits"]["val"]["shards"]]
         for file in (*written, "meta.json") if written else ():
             os.remove(os.path.join(directory, file))
         few = f"{total} tokens for {name} are fewer than the {LEAST} of a window"
-        raise SystemExit(f"\n{directory}: {few}: give more text, or another --val_share")
+        raise SystemExit(f"{directory}: {few}: give more text, or another --val_share")
     flush([len(files), 0, 0], complete=True)
-    print(f"\n{name}: {split['tokens']:,} tokens in {len(split['shards'])} shards", flush=True)
-
-
-def progress(name, tokens, share, rate):
-    """Draw the progress bar of a split: share is between 0 and 1, rate is in tokens per second."""
-    eta = f"{tokens * (1 / share - 1) / rate:.0f} s" if share > 0.01 and rate else "?"
-    bar = f"{name} [{'#' * int(20 * share):<20}]"
-    speed = f", {rate / 1e6:.2f} M/s, ETA {eta}" if share < 1 else ""
-    text = f"\r{bar} {tokens:,} tokens{speed}\033[K"
-    print(text, end="", file=sys.stderr, flush=True)
 
 
 def open_meta(directory, name, encoding, settings, train, val):

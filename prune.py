@@ -69,12 +69,6 @@ def scores(model, batches, unit="sublayer", rule="angle", seed=0):
     return total / sum(map(len, batches))
 
 
-def lowest(scores, rate):
-    """Indices of the round(rate * number of units) units with the lowest scores, in order."""
-    order = scores.argsort(stable=True).tolist()
-    return sorted(order[: round(rate * len(order))])
-
-
 SUBLAYERS = ("attend", "feed")  # the methods of a block
 
 
@@ -105,7 +99,8 @@ def prune(model, batches, rate, unit="sublayer", rule="angle", seed=0):
     if not 0 <= rate <= 1:
         raise ValueError(f"rate={rate}: give a share, 0 to 1")
     skip(model, (), "block")  # scores are of the whole model
-    indices = lowest(scores(model, batches, unit, rule, seed), rate)
+    order = scores(model, batches, unit, rule, seed).argsort(stable=True).tolist()
+    indices = sorted(order[: round(rate * len(order))])
     skip(model, indices, unit)
     return indices
 

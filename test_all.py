@@ -136,8 +136,10 @@ def test_settings_take_values_of_their_type_in_the_order_given(tmp_path):
     (tmp_path / "y.py").write_text("max_iters = 1e3\nn_embd = 4")
     argv = f"--max_iters=5 {tmp_path}/x.py --n_embd=8 --grad_clip=2 --out_dir=b=c --residual=7"
     argv += " --wandb_log=True --dyt_alpha=(1,2,3) --gate_lr=2 --min_lr=1 --min_lr=None"
+    argv += " --sft_data='a'"
     values, namespace = configure(*argv.split())
     expected = dict(max_iters=1000, n_embd=8, grad_clip=2.0, out_dir="b=c", residual="7")
+    expected |= dict(sft_data="'a'")
     expected |= dict(wandb_log=True, dyt_alpha=(1, 2, 3), gate_lr=2.0, min_lr=None, seed=1337)
     assert repr({key: values[key] for key in expected}) == repr(expected)  # repr tells 1 from 1.0
     assert namespace["max_iters"] == 1000 and "n_embd" not in namespace
@@ -1812,7 +1814,7 @@ BAD_INPUT = {
         ("--what=speed", "choose one of forward"), ("--modes=nagg", "choose one of none"),
         ("--what=size,memory", "size goes alone"),
         ("--what=nanogpt --nanogpt_model=nothing.py", "is not the path"),
-        ("--rounds=1", "at least 2"), ("--rates=2", "shares below 1"), ("--ranks=0", "above 0"),
+        ("--rounds=2", "at least 3"), ("--rates=2", "shares below 1"), ("--ranks=0", "above 0"),
         ("--new_tokens=a", "numbers above 0"), ("--batches_of=0", "numbers above 0"),
         ("--what=size --out=", "'' is not the name of a file"),
         (f"--what=size --out={HERE}", "is not the name of a file"),

@@ -79,9 +79,9 @@ LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
 
 
 def scale_for(scale, mode):
-    """The scale for a mode: without the settings that belong to other modes only."""
+    """The scale for a mode: with its name, and without settings that belong to other modes only."""
     others = settings_of_others(mode)
-    return {setting: value for setting, value in scale.items() if setting not in others}
+    return {key: value for key, value in scale.items() if key not in others} | {"residual": mode}
 
 
 def settings(scale, mode, choice, seed, length=1.0):
@@ -89,7 +89,7 @@ def settings(scale, mode, choice, seed, length=1.0):
     steps = max(1, round(length * (study.DEFAULTS | scale)["max_iters"]))
     scale = scale_for(scale, mode)
     tunes = seed in TUNING
-    fixed = {"residual": mode, "seed": seed, "val_part": "tune" if tunes else "report"}
+    fixed = {"seed": seed, "val_part": "tune" if tunes else "report"}
     if tunes and not rehearse:
         fixed["eval_tokens"] = TUNE_TOKENS
     return scale | fixed | choice | {"max_iters": steps, "eval_interval": steps}
@@ -195,7 +195,7 @@ def nearby(choice):
 
 def shape_of(scale, mode):
     """The settings of a mode's model."""
-    scale = scale_for(scale, mode) | {"residual": mode}
+    scale = scale_for(scale, mode)
     return {name: scale[name] for name in MODEL_SETTINGS & scale.keys()}
 
 
@@ -290,7 +290,7 @@ def compare(mode, choice, lines, theirs, ratios):
     at_rates = [gap_of(lines, theirs[name]) for name in ("half", "twice") if name in theirs]
     found["fragile"] = any(each and verdict([each]) != verdict([gap]) for each in at_rates)
     wanted = {1.0, *lengths({mode: ratios})} & theirs.keys()
-    by_length = {length: losses_of(theirs[length]) for length in wanted}
+    by_length = {length: losses_of(theirs[length][:n]) for length in wanted}
     by_length = {length: each for length, each in by_length.items() if math.inf not in each}
     found["worth"] = length_of(ours, by_length)
     if min(by_length) <= ratios[0] and ratios[-1] <= max(by_length):
@@ -345,12 +345,6 @@ def draw(path, comparisons, names):
         plot.differences(path, rows, words(baseline), title)
 
 
-def timed(scale, modes):
-    """What study.race compares: {mode: settings}, the baseline first."""
-    everyone = dict.fromkeys([baseline, *modes])
-    return {mode: scale_for(scale, mode) | {"residual": mode} for mode in everyone}
-
-
 def main():
     own = [arg for arg in sys.argv[1:] if arg.strip("-").partition("=")[0] in (*OWN, "h", "help")]
     rest = [arg for arg in sys.argv[1:] if arg not in own]
@@ -382,7 +376,8 @@ def main():
 
     study.begin(record and not rehearse)
     study.say(f"timing the steps of {', '.join(everyone)}")
-    ratios = study.race(name, timed(scale, everyone), threads=threads)
+    timed = {mode: scale_for(scale, mode) for mode in everyone}
+    ratios = study.race(name, timed, threads=threads)
     extra = dict.fromkeys(everyone, ()) | {baseline: lengths(ratios)}
 
     def trained_by(run):

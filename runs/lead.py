@@ -7,8 +7,6 @@ add? What does a mixture of depths cost?
     python runs/lead.py --what=streams   what mhc and ihc owe to parameters, and to several streams
     python runs/lead.py --what=experts --optimizer=adamw    8 experts, by width / depth, 4 MB
     python runs/lead.py --what=mod       NAG with mixtures of depths and with fewer blocks, 4 MB
-    python runs/lead.py --what=tokens --names=nag --values=1000,8000    a part of it
-    python runs/lead.py --what=mod --timed=True    the time of a step, on a quiet machine
 
 Says first how long it takes. Each mode uses the settings that runs/judge.py found for it, or is
 tuned first if it was not judged. At other lengths and shapes, the learning rate is tuned again, as
@@ -27,15 +25,12 @@ from itertools import product
 
 import judge
 import study
-from stats import gap_of, plus_minus, with_range
+from stats import gap_of, plus_minus
 
 from configurator import configure
 
 what = ""  # tokens, blocks, streams, experts or mod
-names: str | None = None  # only these, separated by commas, and what they are compared with
-values: str | None = None  # only these values, such as 1000 steps, in this order
 optimizer = "muon"  # or adamw
-timed = False  # time the steps of these models, once the judge has tuned them; train nothing
 record = False  # keep results in results/, and read no others
 
 SCALE = study.parse([judge.SCALE])
@@ -128,37 +123,17 @@ def runs_of(name, change, at, lines_of, optimizer="muon"):
     return [judge.settings(scale, mode, own, seed) for seed in SEEDS]
 
 
-def selected(plan):
-    """A plan with only the names and values asked for, and what these names are compared with."""
-    changes, full = plan
-    by_text = {str(value): value for value in full}
-    wanted = names.split(",") if names else [*changes]
-    some = values.split(",") if values else [*by_text]
-    unknown = {*wanted} - {*changes} | {*some} - {*by_text}
-    if unknown:
-        choices = ", ".join((*changes, *by_text))
-        raise SystemExit(f"{', '.join(unknown)}: choose from {choices}")
-    wanted = [base_of(changes, name) for name in wanted] + wanted
-    return {name: changes[name] for name in wanted}, {by_text[at]: full[by_text[at]] for at in some}
-
-
 def main():
     configure(globals(), argv=sys.argv[1:])
     if what not in PLANS:
         raise SystemExit(f"what={what!r}: choose from {', '.join(PLANS)}")
     study.begin(record)
-    changes, settings_of = selected(PLANS[what])
+    changes, settings_of = PLANS[what]
     pairs = [*product(changes, settings_of)]
 
     def runs_at(lines_of, pair):
         name, value = pair
         return runs_of(name, changes[name], settings_of[value], lines_of, optimizer)
-
-    if timed:
-        times = study.race("lead", {pair: runs_at(study.find, pair)[0] for pair in pairs})
-        for (name, value), ratio in times.items():
-            study.say(f"{name} {value}: a step takes {with_range(ratio)} times as long")
-        return
 
     def trained(lines_of):
         with ThreadPoolExecutor(len(study.devices())) as pool:

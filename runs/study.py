@@ -234,19 +234,13 @@ def train(settings, device, folder, look, lock=None):
     if look and found["loss"] is not None:
         if fails(EVAL, f"--out_dir={folder}", f"--device={device}", *look):
             raise SystemExit(f"{folder} was not evaluated: see the message of eval.py above")
-        report = json.loads((folder / "eval.json").read_text())
+        four_digits = lambda text: float(f"{float(text):.4g}")
+        report = json.loads((folder / "eval.json").read_text(), parse_float=four_digits)
         if "depth" in report:
-            found["depth"] = {k: short(report["depth"][k]) for k in DEPTH if k in report["depth"]}
+            found["depth"] = {k: report["depth"][k] for k in DEPTH if k in report["depth"]}
         if "mod" in report:
-            found["skipped"] = short(report["mod"]["rate"])
+            found["skipped"] = report["mod"]["rate"]
     return found
-
-
-def short(x):
-    """A number, None or a list of them, with 4 digits."""
-    if isinstance(x, list):
-        return [short(each) for each in x]
-    return None if x is None else float(f"{x:.4g}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -475,13 +469,16 @@ def race(study, runs, measure=True, threads=1):
     steps at a time; keep the machine quiet. Results are kept as lines with "race", both keys, and
     "ratio". measure=False: return only kept results, which must be of one kind of device.
     """
+    device = machine.pick_device(DEFAULTS["device"])
+    name_of_device = machine.device_name(device)
     names = [key(settings) for settings in runs.values()]
     pairs = {name: (names[0], other) for name, other in zip(runs, names)}
     lines = [line for line in read(study) if tuple(line.get("race", ())) in pairs.values()]
     lines = [line for line in lines if line["threads"] == threads]
     if measure:
         computes = place(next(iter(runs.values())))["computes"]
-        lines = [line for line in lines if line["computes"] == computes]
+        here = computes, name_of_device
+        lines = [line for line in lines if (line["computes"], line["machine"]) == here]
     elif len({line["computes"] for line in lines}) > 1:
         raise SystemExit(f"{study}: its times have different devices, dtypes or compilation")
     known = {tuple(line["race"]): line["ratio"] for line in lines}
@@ -489,9 +486,13 @@ def race(study, runs, measure=True, threads=1):
     if missing and measure:
         first = next(iter(runs))
         settings = {name: DEFAULTS | runs[name] for name in dict.fromkeys([first, *missing])}
-        times = timed(settings, threads)
-        device = machine.device_name(machine.pick_device(DEFAULTS["device"]))
-        where = {"computes": computes, "machine": device}
+        machine.prepare_process(device)
+        torch.set_num_threads(threads)
+        torch._dynamo.config.recompile_limit = 256
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        candidates = {name: stepper(full, str(device)) for name, full in settings.items()}
+        times = bench.race(candidates, ROUNDS)
+        where = {"computes": computes, "machine": name_of_device}
         where |= {"threads": threads, "commit": machine.commit(), "torch": torch.__version__}
         for name in missing:
             per_token = tokens_of(settings[first]) / tokens_of(settings[name])
@@ -501,16 +502,6 @@ def race(study, runs, measure=True, threads=1):
             given = [changed(settings[each]) for each in (first, name)]
             append(study, {"race": pairs[name], "runs": given, "ratio": ratio} | where)
     return {name: known[pair] for name, pair in pairs.items() if pair in known}
-
-
-def timed(settings, threads):
-    """Seconds of each round: {name: [seconds]}. settings: {name: all settings of a run}"""
-    device = str(machine.pick_device(DEFAULTS["device"]))
-    machine.prepare_process(device)
-    torch.set_num_threads(threads)
-    torch._dynamo.config.recompile_limit = 256
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return bench.race({name: stepper(full, device) for name, full in settings.items()}, ROUNDS)
 
 
 def tokens_of(full):

@@ -83,9 +83,9 @@ def step_times(place):
     not depend on the text.
     """
     usual, threads = scale_of(place), PLACES[place][-1]
-    timed = judge.timed(usual, [])
+    timed = {BASELINE: judge.scale_for(usual, BASELINE)}
     for name, (mode, change) in JUDGED.items():
-        timed[name] = judge.timed(usual | change, [mode])[mode]
+        timed[name] = judge.scale_for(usual | change, mode)
     return study.race("judge", timed, measure=False, threads=threads)
 
 
@@ -615,7 +615,7 @@ def number(name, row, column):
     exact = [cells for cells in rows if cells[0] == row]
     longer = [cells for cells in rows if " ".join(map(str, cells)).startswith(f"{row} ")]
     named = exact or longer
-    if not named and row in RESIDUALS:
+    if not named and row in RESIDUALS and column in head:
         return "not judged yet" if name == "modes" else ""
     if column not in head or len(named) != 1:
         known = f"rows {', '.join(str(cells[0]) for cells in rows)}; columns {', '.join(head)}"

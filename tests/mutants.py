@@ -242,7 +242,7 @@ BREAKS = [  # (name, file, code before, code after, the test that notices)
     ("True is an int", "configurator.py", "if type(value) in types:",
      "if isinstance(value, types):",
      "test_all.py::test_settings_refuse_with_a_line_that_says_what_to_do"),
-    ("sum for the mean of seeds", "plot.py", "sum(points[at]) / len(points[at])", "sum(points[at])",
+    ("sum for the mean of seeds", "plot.py", "statistics.mean(y)", "sum(y)",
      "tests/test_eval.py::test_a_figure_shows_the_mean_of_seeds_and_a_band_from_lowest_to_highest"),
     ("evaluation ends in training mode", "model.py", "model.train(training)", "model.train()",
      "test_all.py::test_evaluation_does_not_touch_training_and_is_the_exact_mean"),

@@ -332,11 +332,13 @@ def test_choices_score_the_same_one_by_one(residual):
 # --- Figures, scripts, house rules ----------------------------------------------------------------
 
 
-def test_a_figure_shows_the_mean_of_seeds_and_a_band_from_lowest_to_highest():
+def test_a_figure_shows_the_mean_of_seeds_and_a_band_from_lowest_to_highest(monkeypatch):
     import matplotlib.pyplot as plt
 
     axes = plt.figure().subplots()
-    plot.plot_mean(axes, {3: [5.0], 1: [2.0, 4.0]})
+    curves = {"a": ([1, 2, 3], [2.0, 9.0, 5.0]), "b": ([1, 3], [4.0, 5.0])}
+    monkeypatch.setattr(plot, "styled", lambda runs: [(runs, {})])
+    plot.draw(axes, curves, curves.get)
     x, means = axes.lines[0].get_data()
     assert (list(x), list(means)) == ([1, 3], [3.0, 5.0])
     band = axes.collections[0].get_paths()[0].vertices[:, 1]
@@ -400,8 +402,8 @@ def test_every_figure_is_drawn_and_two_drawings_are_the_same_bytes(runs, tmp_pat
         refuses(f"{tmp_path}/{name}", plot.main, "loss" if "log" in name else "norm", x, tmp_path)
         refuses(why, plot.main, "loss" if "log" in name else "norm", x, tmp_path)
         shutil.copy(runs / "a" / "log.jsonl", tmp_path)
-    refuses("no alpha in its depth: its mode has no rotation", plot.main, "alpha", x, dense[2])
-    refuses("no sources in its depth: its mode has no sources", plot.main, "sources", x, dense[2])
+    for key in ("alpha", "sources"):
+        refuses("--what=depth adds it, if the model has one", plot.main, key, x, dense[2])
 
 
 def test_only_the_variables_of_torchrun_are_read_from_the_environment():

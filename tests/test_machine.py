@@ -338,11 +338,13 @@ def test_bench_compares_a_mode_with_itself_only_once_and_needs_a_compiler(tmp_pa
     with pytest.raises(ValueError, match="nag occurs more than twice"):
         bench.configs(config, "nag,nag,nag")
     monkeypatch.setattr(machine, "has_compiler", lambda: False)
-    how = TINY | dict(out=tmp_path / "x.json", modes="nag", batch_size=2, rounds=2, device="cpu")
+    how = TINY | dict(out=tmp_path / "x.json", modes="nag", batch_size=2, rounds=3, device="cpu")
     del how["residual"]
     with pytest.raises(SystemExit, match="on a CPU it needs Linux"):
         run_bench("--quick=True", **how, what="forward")
-    assert run_bench("--quick=True", **how, what="memory")["memory"]  # it does not compile
+    whole = run_bench("--quick=True", **how, what="memory")["memory"]  # it does not compile
+    least = run_bench("--recompute=True", **how, what="memory")["memory"]
+    assert least["nag"]["peak"] < whole["nag"]["peak"]
 
 
 def test_a_shallower_model_keeps_the_groups_of_attention_residuals():
@@ -458,7 +460,9 @@ def test_a_run_that_compiles_shows_signs_of_life_and_ends_at_once_on_ctrl_c(
 def test_the_size_of_every_config_is_known_without_its_memory(tmp_path, path):
     name = os.path.basename(path)[:-3]
     shallow = {} if name in SIZES else {"n_layer": 2}
-    size = run_bench(path, what="size", out=tmp_path / "size.json", **shallow)["size"]
+    size = run_bench(path, "--quick=True", what="size", out=tmp_path / "size.json", **shallow)[
+        "size"
+    ]
     if not shallow:
         found = size["parameters"], size["flops_per_token"]
         assert found == pytest.approx(SIZES[name], rel=1e-3)

@@ -431,7 +431,7 @@ def test_a_training_step_compiles_for_an_h100(modes, kind, tmp_path):
 
 def test_gpu_py_measures_in_turn_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
     shape = "--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=32 --batch_size=2"
-    small = f"{HERE}/config/plain.py {shape} --rounds=2 --what=residual"
+    small = f"{HERE}/config/plain.py {shape} --rounds=3 --what=residual"
     processes = {
         "bad name": f"{small} --modes=nothing",
         "fails in its turn": f"{small},generate --modes=prenorm --new_tokens=none",
@@ -454,7 +454,7 @@ def test_gpu_py_measures_in_turn_and_goes_on_after_a_failure(tmp_path, monkeypat
 
 
 def test_bench_keeps_every_number(tmp_path, capsys):
-    how = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=2, rounds=2, quick=True)
+    how = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=2, rounds=3, quick=True)
     how |= dict(prompt_tokens=8, new_tokens=4, batches_of=2, rates="0,0.4")
     how |= dict(modes="nag,nag", out=tmp_path / "bench.json")
     script("bench.py", what="forward,residual,train,memory,generate,mod", **how)
@@ -469,10 +469,9 @@ def test_bench_keeps_every_number(tmp_path, capsys):
     timed = [report[part] for part in ("forward", "residual", "train", "mod")]
     for part in (*timed, *report["generate"].values()):
         first = next(iter(part.values()))
-        assert first["ratio"] == [1, 1, 1] and len(first["seconds"]) == 2  # not quick's 3
-    memory, least = report["memory"]["nag"], report["memory"]["nag, both"]
-    assert least["kept"] < memory["kept"] / 2 and least["peak"] < memory["peak"] > memory["kept"]
-    assert 1e6 > memory["kept"] > memory["kept a block"] > 2 * 32 * 32 * 4  # of 2 sequences
+        assert first["ratio"] == [1, 1, 1] and len(first["seconds"]) == 3
+    memory = report["memory"]["nag"]
+    assert 0 < memory["optimizer"] < 3 * memory["weights"] < memory["peak"]
     assert min(report["copy_bytes_s"], report["matmul_flops_s"]) > 1e8
     texts = ("tokens/s", "of reading the weights", "of the FLOPs", "the first step took")
     assert all(text in printed for text in texts)
@@ -500,7 +499,7 @@ class GPT(torch.nn.Module):
 
 def test_bench_races_nanogpt(tmp_path):
     (tmp_path / "model.py").write_text(LIKE_NANOGPT)
-    how = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=2, rounds=2, quick=True)
+    how = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=2, rounds=3, quick=True)
     how |= dict(what="nanogpt", modes="prenorm", nanogpt_model=tmp_path / "model.py")
     script("bench.py", **how, out=tmp_path / "bench.json")
     report = json.load(open(tmp_path / "bench.json"))["nanogpt"]
@@ -531,7 +530,7 @@ def at_toy_size(command, corpus, tasks):
         (r"(.*train\.py(?!.*(--help|=resume|branch_from|sft_lima)).*)", rf"\1 {new_run}"),
         ("(.*eval.py.*)", r"\1 --max_new_tokens=5 --eval_tokens=512 --depth_tokens=512"),
         (r"(.*bench\.py(?!.*--what=size).*)", r"\1 --modes=lns --n_layer=1 --n_head=2 --n_embd=64"),
-        ("(.*--n_embd=64.*)", r"\1 --n_kv_head=2 --rounds=2 --what=residual"),
+        ("(.*--n_embd=64.*)", r"\1 --n_kv_head=2 --rounds=3 --what=residual"),
     ):  # fmt: skip
         command = re.sub(text, toy, command)
     return command
