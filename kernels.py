@@ -47,15 +47,9 @@ if not (torch.cuda.is_available() or interpreted):
 #                         again, into registers
 #     maps                a few numbers a token; Sinkhorn's backward keeps 39 n more while it runs
 #
-# That is 30 passes a sublayer if n = 4, or 27 in smhc. Partial sums of gradients, in float32, add
-# 0.4 (ihc) to 1.9 (smhc), written and read, if X is bfloat16, and maps 0.2 to 0.6. Two sublayers
-# take 16 launches.
-#
-# What a program reads again counts as nothing, because it should still be in the L2: exchange reads
-# new X again for h, if h needs sums over all of it, and h for its norm, and its backward X, for M.
-# For large C the L2 may be too small for that. Each program of exchange reads all of W, from the
-# L2: if W has 24 rows and X is bfloat16, this is a little more than what the 16 tokens of a program
-# read and write.
+# That is 30 passes a sublayer if n = 4, or 27 in smhc, beside maps and partial sums of gradients.
+# What a program reads again, and W, should come from the L2 and count as nothing. For large C the
+# L2 may be too small for that.
 #
 # h is rounded to its dtype before its norm and after it; the plain lines round it once.
 #

@@ -552,9 +552,7 @@ def check(config):
     configurator.check(vars(c), RANGES, ValueError)
     for name, choices in CHOICES.items():
         pick(dict.fromkeys(choices), getattr(c, name), name)
-    alphas = numbers(c.dyt_alpha, 3)
-    lambdas = numbers(c.bhyt_lambda, 3)
-    lambdas = lambdas and min(c.bhyt_lambda[:2]) > 0 and c.bhyt_lambda[2] >= 0
+    lambdas = numbers(c.bhyt_lambda, 3) and min(c.bhyt_lambda[:2]) > 0 and c.bhyt_lambda[2] >= 0
     unset = (None, GPTConfig.head_scale)
     fits_head = not c.tied or c.embed_scale != GPTConfig.embed_scale
     scaled = c.init_scale == GPTConfig.init_scale or c.init in ("normal", "uniform")
@@ -574,14 +572,11 @@ def check(config):
         (c.qk_norm or not c.qk_norm_joint, "qk_norm_joint=True needs qk_norm=True"),
         (scales, f"rope_scaling={scaling!r}: give (factor,) or (factor, low, high, length)"),
         (H % G == 0, f"n_head={H} query heads do not divide over n_kv_head={G}"),
-        (alphas, f"dyt_alpha={c.dyt_alpha!r}: give three starts"),
+        (numbers(c.dyt_alpha, 3), f"dyt_alpha={c.dyt_alpha!r}: give three starts"),
         (lambdas, f"bhyt_lambda={c.bhyt_lambda!r}: give three starts, two above 0, one at least 0"),
         (c.mod_on == "none" or c.mod_rate > 0, f"mod_on={c.mod_on!r} needs mod_rate above 0"),
         (experts, f"moe_top_k={c.moe_top_k}: must be from 1 to moe_experts={c.moe_experts}"),
-        (
-            learns,
-            f"moe_top_k=1 gives no gradient with {c.residual}: set moe_top_k=2 or moe_shared",
-        ),
+        (learns, f"moe_top_k=1: no gradient with {c.residual}: set moe_top_k=2 or moe_shared"),
     )
     for holds, message in rules:
         if not holds:

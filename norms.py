@@ -52,7 +52,7 @@ class Stream(NamedTuple):
     x: Tensor  # (B, T, C) the residual, or the first of n streams
     lane: Tensor | None = None  # (B, T, k) extra state of the mode: NAG's log norm in float32
     at: Tensor | None = None  # (T, 1) positions of the tokens
-    sources: tuple = ()  # other streams, or earlier states that sublayers read: streams.py, X0Mix
+    sources: tuple = ()  # other streams, or earlier states: streams.py, attnres.py, X0Mix
     ahead: tuple = ()  # what a read computed for later: attnres.py, smhc in streams.py
 
     def replace(self, **new):
@@ -368,12 +368,13 @@ class PreNorm(nn.Module):
 class PostNorm(PreNorm):
     ends = NoEnds
     init_out = "plain"
+    alpha = 1  # the weight of the stream: larger in Eqs. 7 and 14
 
     def read(self, stream):
         return stream.x, stream
 
     def write(self, stream, f, gate=1.0):
-        return stream.replace(x=self.norm(stream.x + gate * f))  # Eq. 2
+        return stream.replace(x=self.norm(self.alpha * stream.x + gate * f))  # Eqs. 2, 7 and 14
 
 
 class NoSkip(PostNorm):
@@ -451,9 +452,6 @@ class Keel(PostNorm):
     def read(self, stream):
         return self.norm_in(stream.x), stream
 
-    def write(self, stream, f, gate=1.0):
-        return stream.replace(x=self.norm(self.alpha * stream.x + gate * f))  # Eq. 14
-
 
 class DeepNorm(PostNorm):
     def __init__(self, config, layer):
@@ -469,9 +467,6 @@ class DeepNorm(PostNorm):
         for weight in map(weight_of, layers):
             std = (2 / (weight.size(-1) + weight.size(-2))) ** 0.5
             nn.init.normal_(weight, std=std * (8 * config.n_layer) ** -0.25)
-
-    def write(self, stream, f, gate=1.0):
-        return stream.replace(x=self.norm(self.alpha * stream.x + gate * f))  # Eq. 7
 
 
 class ReZero(PreNorm):

@@ -173,19 +173,44 @@ def inverse_rms(X, eps):
     return torch.rsqrt(sum(upcast(x).square() for x in X).mean(-1, keepdim=True) / len(X) + eps)
 
 
-def sinkhorn(logits, iters, eps):
-    """Eq. 5: M (n, n, ...), whose columns sum to 1, and rows almost.
+class Sinkhorn(torch.autograd.Function):
+    """M (n, n, ...) of Eq. 5, from A = softmax + eps. Tokens are last: a vector instruction handles
+    one entry of many tokens.
 
-    Tokens are last, so that a vector instruction handles one entry of many tokens.
+    M_ij = u_i A_ij v_j, and only these factors change. With q = A v, a row becomes
+    u' = u / (u q + eps), so du'/dq = -u'^2 and du'/du = eps (u' / u)^2; columns alike.
     """
 
-    def scaled(M, dim):  # not M / (...): the backward of this form is several times faster
-        return M * (1 / (M.sum(dim, keepdim=True) + eps))
+    @staticmethod
+    def forward(ctx, A, iters, eps):
+        ctx.save_for_backward(A)
+        ctx.how = iters, eps
+        *_, u, v = factors(A, iters, eps)
+        return u * A * v
 
-    M = scaled(logits.softmax(1) + eps, 0)
-    for _ in range(iters - 1):
-        M = scaled(scaled(M, 1), 0)
-    return M
+    @staticmethod
+    def backward(ctx, grad):
+        (A,), (iters, eps) = ctx.saved_tensors, ctx.how
+        found = factors(A, iters, eps)
+        u, v = found[-2:]
+        grad_A = u * grad * v
+        before = (grad * A * v).sum(1, keepdim=True)  # gradients of the last two factors
+        last = (u * grad * A).sum(0, keepdim=True)
+        for k in range(len(found) - 1, 1, -1):
+            grad_q = -last * found[k].square()
+            grad_A = grad_A + grad_q * found[k - 1]
+            of_same = last * eps * (found[k] / found[k - 2]).square()
+            last, before = before + (grad_q * A).sum(1 - k % 2, keepdim=True), of_same
+        return grad_A, None, None
+
+
+def factors(A, iters, eps):
+    """1 and 1, then v, u, v, u, ..., v: v is (1, n, ...), u is (n, 1, ...)"""
+    found = [torch.ones_like(A[:1]), torch.ones_like(A[:, :1])]
+    for k in range(2 * iters - 1):
+        same, other = found[-2:]
+        found.append(same / (same * (A * other).sum(k % 2, keepdim=True) + eps))
+    return found
 
 
 def mhc_maps(X, w, s, b, iters=20, eps=EPS):
@@ -199,7 +224,8 @@ def mhc_maps(X, w, s, b, iters=20, eps=EPS):
     if not s_mix:
         return pre, post, None
     logits = [s_mix[0] * y_i + b_i for y_i, b_i in zip(y[2 * n :], b[2 * n :])]
-    M = sinkhorn(torch.stack(logits).unflatten(0, (n, n)), iters, eps)
+    A = torch.stack(logits).unflatten(0, (n, n)).softmax(1) + eps
+    M = Sinkhorn.apply(A, iters, eps)
     return pre, post, [row.unbind() for row in M.unbind()]
 
 
@@ -223,17 +249,15 @@ def write(X, M, post, f):
 
 
 def gated_read(z, down, up):
-    """Eq. 8, (B, T, C) in float32. z: n tensors (B, T, C)."""
-    n, C = len(z), z[0].size(-1)
-    low = sum(F.linear(z_i, D_i.to(z_i.dtype)) for z_i, D_i in zip(z, down.split(C, 1)))
-    low = F.silu(low / n)
-    gates = [torch.sigmoid(upcast(F.linear(low, U_i.to(low.dtype)))) for U_i in up.split(C)]
-    return dot(gates, map(upcast, z)) / n
+    """Eq. 8, (B, T, C) in float32. z: (B, T, n, C)"""
+    low = F.linear(z.flatten(-2), down.to(z.dtype)) / z.size(-2)
+    gates = torch.sigmoid(upcast(F.linear(F.silu(low), up.to(low.dtype))))
+    return (gates.unflatten(-1, z.shape[-2:]) * upcast(z)).mean(-2)
 
 
 def gated_post(z, w):
     """The factors of f in Eq. 9: n tensors (B, T, 1)."""
-    return [2 * torch.sigmoid(y / len(z)) for y in multiply(w, z)]
+    return [2 * torch.sigmoid(y / z.size(-2)) for y in multiply(w, [z.flatten(-2)])]
 
 
 def wide_read(X, rho):
@@ -516,6 +540,11 @@ def stream_norms(config):
     return nn.ModuleList(RMSNorm(config.n_embd, config.norm_eps) for _ in range(count(config)))
 
 
+def normed(norms, X):
+    """z of Eq. 8: (B, T, n, C)"""
+    return torch.stack([norm(x) for norm, x in zip(norms, X)], -2)
+
+
 def gate_matrices(config):
     """D and U of Eq. 8."""
     rank, size = max(1, config.n_embd // RANK), count(config) * config.n_embd
@@ -525,7 +554,7 @@ def gate_matrices(config):
 class GatedEnds(HCEnds):
     """`additive`, which depth.py measures, is the plain sum. The head reads each stream."""
 
-    has_kernels = False  # its products are matrix products, and they read separate streams
+    has_kernels = False  # its products are matrix products
     decays = ("d", "u")
 
     def __init__(self, config):
@@ -538,7 +567,7 @@ class GatedEnds(HCEnds):
         nn.init.zeros_(self.u)
 
     def readout(self, stream, head):
-        z = [norm(x) for norm, x in zip(self.norm, streams_of(stream))]
+        z = normed(self.norm, streams_of(stream))
         return gated_read(z, self.d, self.u).to(stream.x.dtype), head
 
 
@@ -559,7 +588,7 @@ class Gated(Connections):
         nn.init.zeros_(self.u)
 
     def read(self, stream):
-        z = [norm(x) for norm, x in zip(self.norm, streams_of(stream))]
+        z = normed(self.norm, streams_of(stream))
         h = gated_read(z, self.d, self.u).to(stream.x.dtype)  # Eq. 8
         return h, stream.replace(lane=torch.cat(gated_post(z, self.w), -1))  # write is Eq. 9
 

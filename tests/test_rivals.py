@@ -325,7 +325,8 @@ def test_three_sublayers_equal_the_golden_with_gradients(kind):
 
     def normed(layer):
         gains = p[f"gain.{layer}"].split(C)
-        return [x * file.inverse_rms([x], 1e-6) * gain for x, gain in zip(X, gains)]
+        z = [x * file.inverse_rms([x], 1e-6) * gain for x, gain in zip(X, gains)]
+        return torch.stack(z, -2)
 
     def gated(layer):
         return file.gated_read(normed(layer), p[f"down.{layer}"], p[f"up.{layer}"])
