@@ -41,8 +41,8 @@ if not (torch.cuda.is_available() or interpreted):
 # Passes, each one read or write of a tensor (N, C):
 #
 #     exchange            write of one sublayer, read of the next: X n, f 1; new X n, h 1
-#     reading             gradients of h_pre and of the norm: new X n, that of h 1
-#                         (smhc, whose h_pre is given: `Normed`, compiled lines, h 1, that of h 1)
+#     Reading             gradients of h_pre and of the norm, compiled lines: new X n, that of h 1
+#                         (smhc, whose h_pre is given: Normed, h 1, that of h 1)
 #     exchange backward   X n, f 1, gradients of new X n and of h 1; of X n, of f 1. It writes new X
 #                         again, into registers
 #     maps                a few numbers a token; Sinkhorn's backward keeps 39 n more while it runs
@@ -53,7 +53,7 @@ if not (torch.cuda.is_available() or interpreted):
 #
 # h is rounded to its dtype before its norm and after it; the plain lines round it once.
 #
-# The gradient of h has two parts. `Reading` sends one to h_pre, which a second kernel must know
+# The gradient of h has two parts. `Reading` sends one to h_pre, which must be known
 # before the maps' own gradients. `Exchange` gets the other, and all gradients of X, in one pass. In
 # smhc h_pre is an input of `Exchange`, which sends both parts.
 #
@@ -252,43 +252,6 @@ def exchange_kernel(
             gain = up(tl.load(Gain + columns, columns < C, 0.0))
             h = up(tl.load(H + at, mask, 0.0)) * rho[:, None] * gain
             tl.store(H + at, h.to(H.dtype.element_ty), mask)
-
-
-@triton.jit
-def reading_kernel(
-    X, Grad, Pre, Rho, Gain, Grad_pre, Q, N, C: tl.constexpr, n: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    normed: tl.constexpr = Gain is not None
-    rows = tl.program_id(0) * BT + tl.arange(0, BT)
-    live, rows = rows < N, rows.to(tl.int64)
-    size = tl.cast(N, tl.int64) * C
-    zero = up(tl.zeros((BT, BC), X.dtype.element_ty))
-    along, inside = repeated(zero, n), repeated(zero, n)  # <u, X_i> and <h, X_i>
-    pre = numbers(Pre, rows, n, live, 0, n)
-    if normed:
-        rho = tl.load(Rho + rows, live, 0.0)
-    for c in range(0, C, BC):
-        columns = c + tl.arange(0, BC)
-        at, mask = place(rows, live, columns, C)
-        xs, u = tiles(X, at, size, mask, n), up(tl.load(Grad + at, mask, 0.0))
-        h = weighted(pre, xs, n)
-        if normed:
-            u *= up(tl.load(Gain + columns, columns < C, 0.0))
-        new, more = (), ()
-        for i in tl.static_range(n):
-            new = new + (along[i] + u * xs[i],)
-            more = more + (inside[i] + h * xs[i],)
-        along, inside = new, more
-    if normed:
-        q = tl.sum(weighted(pre, along, n), 1)
-        tl.store(Q + rows, q, live)
-        k = rho * rho * rho * q / C
-    for i in tl.static_range(n):
-        grad = tl.sum(along[i], 1)
-        if normed:
-            grad = rho * grad - k * tl.sum(inside[i], 1)
-        tl.store(Grad_pre + rows * n + i, grad, live)
 
 
 @triton.jit
@@ -596,19 +559,6 @@ def exchange_backward_op(
     return grad_x, grad_f, grad_lane, parts
 
 
-@triton_op("residual::reading", mutates_args={})
-def reading_op(
-    X: Tensor, grad: Tensor, pre: Tensor, rho: Tensor, gain: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    n, *shape, C = X.shape
-    N = math.prod(shape)
-    grad_pre, q = torch.empty_like(pre), torch.empty_like(rho)
-    wrap_triton(reading_kernel)[(triton.cdiv(N, 16),)](
-        X, grad, pre, rho, gain, grad_pre, q, N, C, n, 16, min(64, power_above(C)), num_warps=8
-    )
-    return grad_pre, q
-
-
 def write(X, f, maps):
     """The new X. maps: h_post, (h_post, M) or (h_pre, h_post, M)"""
     return Exchange.apply(X, f, maps, None, None, None, None, NONE, 0.0, 0.0)[0]
@@ -659,9 +609,18 @@ class Reading(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         X, pre, rho, gain = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_pre, q = reading_op(X, grad, pre, rho, gain)
-        return grad, q, grad_pre, None, None, None
+        xs, u = X.to(pre.dtype).unbind(), grad.to(pre.dtype)
+        u = u if gain is None else gain * u
+        along = [(u * x).sum(-1, keepdim=True) for x in xs]  # <u, X_i>
+        if gain is None:
+            return grad, None, torch.cat(along, -1), None, None, None
+        pres = pre.split(1, -1)
+        q = sum(p * a for p, a in zip(pres, along))
+        h = sum(p * x for p, x in zip(pres, xs))
+        inside = [(h * x).sum(-1, keepdim=True) for x in xs]  # <h, X_i>
+        k = rho**3 * q / X.size(-1)
+        grad_pre = [rho * a - k * b for a, b in zip(along, inside)]
+        return grad, q, torch.cat(grad_pre, -1), None, None, None
 
 
 class Normed(torch.autograd.Function):
@@ -678,46 +637,26 @@ class Normed(torch.autograd.Function):
         return grad, (grad.to(rho.dtype) * h).sum(-1, keepdim=True) / rho
 
 
-def launch_maps(inputs, grads, outputs, E, n, C, tanh, iters, eps):
-    y, _, s, _ = inputs
-    R, N = y.size(-1), y.numel() // y.size(-1)
-    backward, mixes = grads[1] is not None, R > 2 * n
-    scans = backward and mixes and not tanh
-    factors = y.new_empty(2 * iters - 1 if scans else 0, N, n)
-    *outputs, parts = outputs
-    wrap_triton(maps_kernel)[(triton.cdiv(N, TOKENS),)](
-        *inputs, *grads, *outputs, factors, parts, N, iters, eps, C, n, power_above(n, 1), R,
-        E, len(s), mixes, tanh, TOKENS, num_warps=4,
-    )  # fmt: skip
-
-
 @triton_op("residual::maps", mutates_args={})
 def maps_op(
-    y: Tensor, squares: Tensor, s: Tensor, b: Tensor,
-    joined: bool, n: int, C: int, tanh: bool, iters: int, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """h_pre, and (h_post, M). joined: nothing, and all of them"""
-    E, shape = y.size(-1) - (0 if joined else n), y.shape[:-1]
-    pre = y.new_empty(0 if joined else (*shape, n))
-    lane = y.new_empty(*shape, E)
-    outputs = None if joined else pre, lane, None, None, None
-    launch_maps((y, squares, s, b), (None, None), outputs, E, n, C, tanh, iters, eps)
-    return pre, lane
-
-
-@triton_op("residual::maps_backward", mutates_args={})
-def maps_backward_op(
-    y: Tensor, squares: Tensor, s: Tensor, b: Tensor, grad_pre: Tensor | None, grad_lane: Tensor,
-    n: int, C: int, tanh: bool, iters: int, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of y and squares; partial sums of b's and s's in one tensor"""
-    N = y.numel() // y.size(-1)
-    parts = y.new_empty(triton.cdiv(N, TOKENS), y.size(-1) + len(s))
-    out = torch.empty_like(y), torch.empty_like(squares), parts
-    inputs, grads = (y, squares, s, b), (grad_pre, grad_lane)
-    E = grad_lane.size(-1)
-    launch_maps(inputs, grads, (None, None, *out), E, n, C, tanh, iters, eps)
-    return out
+    y: Tensor, squares: Tensor, s: Tensor, b: Tensor, grad_pre: Tensor | None,
+    grad_lane: Tensor | None, joined: bool, n: int, C: int, tanh: bool, iters: int, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """h_pre and (h_post, M), or if joined nothing and all of them. With grad_lane the gradients of
+    y and squares, and partial sums of b's and s's in one tensor. The others are empty."""
+    *shape, R = y.shape
+    N, E = math.prod(shape), R if joined else R - n
+    backward, mixes, programs = grad_lane is not None, R > 2 * n, triton.cdiv(N, TOKENS)
+    empty = lambda wanted, *size: y.new_empty(size if wanted else 0)
+    pre, lane = empty(not (joined or backward), *shape, n), empty(not backward, *shape, E)
+    of_y, of_squares = empty(backward, *y.shape), empty(backward, *squares.shape)
+    parts = empty(backward, programs, R + len(s))
+    factors = empty(backward and mixes and not tanh, 2 * iters - 1, N, n)
+    wrap_triton(maps_kernel)[(programs,)](
+        y, squares, s, b, grad_pre, grad_lane, pre, lane, of_y, of_squares, factors, parts, N,
+        iters, eps, C, n, power_above(n, 1), R, E, len(s), mixes, tanh, TOKENS, num_warps=4,
+    )  # fmt: skip
+    return pre, lane, of_y, of_squares, parts
 
 
 class Maps(torch.autograd.Function):
@@ -725,17 +664,17 @@ class Maps(torch.autograd.Function):
     products and the sums of squares that Exchange returns. joined: all of them in one tensor."""
 
     @staticmethod
-    def forward(ctx, y, squares, s, b, joined, *how):
+    def forward(ctx, y, squares, s, b, *how):
         inputs = [x.contiguous() for x in (y, squares, s, b)]
         ctx.save_for_backward(*inputs)
         ctx.how = how
-        return maps_op(*inputs, joined, *how)
+        return maps_op(*inputs, None, None, *how)[:2]
 
     @staticmethod
     def backward(ctx, grad_pre, grad_lane):
         *_, s, b = inputs = ctx.saved_tensors
         given = grad_pre.contiguous() if grad_pre.numel() else None, grad_lane.contiguous()
-        grad_y, grad_squares, parts = maps_backward_op(*inputs, *given, *ctx.how)
+        *_, grad_y, grad_squares, parts = maps_op(*inputs, *given, *ctx.how)
         of_b, of_s = parts.sum(0).split([b.numel(), len(s)])
         return grad_y, grad_squares, of_s, of_b.view_as(b), *[None] * 6
 
