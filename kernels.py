@@ -686,15 +686,15 @@ ROWS, SPAN = 16, 512  # of the tile that a program works on at a time: rows, and
 
 
 @triton.jit
-def tile(ptr, row, at, N, D: tl.constexpr, WIDE: tl.constexpr):
+def tile(ptr, row, at, N, D: tl.constexpr):
     """ptr[row, at], and 0 outside of (N, D)"""
     where, inside = place(row, row < N, at, D)
-    return tl.load(ptr + where, inside, 0.0).to(WIDE)
+    return tl.load(ptr + where, inside, 0.0)
 
 
 @triton.jit
-def column(ptr, row, N, WIDE: tl.constexpr):
-    return tl.load(ptr + row, row < N, 0.0).to(WIDE)
+def column(ptr, row, N):
+    return up(tl.load(ptr + row, row < N, 0.0))
 
 
 @triton.jit
@@ -704,13 +704,12 @@ def put(ptr, row, at, N, D: tl.constexpr, values):
 
 
 @triton.jit
-def modulated(products, b_ptr, p_ptr, raw_ptr, C: tl.constexpr, WIDE: tl.constexpr,
-              PADDED: tl.constexpr):  # fmt: skip
+def modulated(products, b_ptr, p_ptr, raw_ptr, C: tl.constexpr):
     """Eq. 5: the sigmoids, softmax(p), the mixture, beta = softplus(raw) and m"""
-    one = tl.arange(0, PADDED)
-    b = tl.load(b_ptr + one, mask=one < C, other=0.0).to(WIDE)
-    p = tl.load(p_ptr + one, mask=one < C, other=-float("inf")).to(WIDE)
-    raw = tl.load(raw_ptr).to(WIDE)
+    one = tl.arange(0, products.shape[1])
+    b = up(tl.load(b_ptr + one, mask=one < C, other=0.0))
+    p = up(tl.load(p_ptr + one, mask=one < C, other=-float("inf")))
+    raw = up(tl.load(raw_ptr))
     beta = tl.maximum(raw, 0.0) + tl.log(1 + tl.exp(-tl.abs(raw)))
     q = tl.exp(p - tl.max(p, 0))
     q /= tl.sum(q, 0)
@@ -741,47 +740,43 @@ def lengths(mean, m, rr, rf, ff, a, EPS: tl.constexpr, CENTRE: tl.constexpr,
 def rotate_forward(r_ptr, s_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
                    new_ptr, lane_ptr, products_ptr, N, EACH: tl.constexpr,
                    D: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr,
-                   EPS: tl.constexpr,
-                   CENTRE: tl.constexpr, ORTHOGONAL: tl.constexpr,
+                   EPS: tl.constexpr, CENTRE: tl.constexpr, ORTHOGONAL: tl.constexpr,
                    ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Three passes: read r and f, write the new r. The second loop finds r and f in the cache."""
-    WIDE: tl.constexpr = tl.float64 if r_ptr.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     one = tl.arange(0, PADDED)
-    mean = tl.zeros((ROWS,), WIDE)
+    mean = up(tl.zeros((ROWS,), r_ptr.dtype.element_ty))
     m, rr, rf, ff = mean, mean, mean, mean
-    products = tl.zeros((ROWS, PADDED), WIDE)
+    products = tl.zeros((ROWS, PADDED), mean.dtype)
     for start in tl.range(0, D, COLUMNS, num_stages=3):
         at = start + tl.arange(0, COLUMNS)
-        x, y = tile(r_ptr, row, at, N, D, WIDE), tile(f_ptr, row, at, N, D, WIDE)
+        x, y = up(tile(r_ptr, row, at, N, D)), up(tile(f_ptr, row, at, N, D))
         mean += tl.sum(x, 1)
         m += tl.sum(y, 1)
         rr += tl.sum(x * x, 1)
         rf += tl.sum(x * y, 1)
         ff += tl.sum(y * y, 1)
         if C:
-            w = tile(w_ptr, one, at, C, D, w_ptr.dtype.element_ty)
+            w = tile(w_ptr, one, at, C, D)
             xw = x.to(w.dtype)
-            products = tl.dot(xw, w.T, products, input_precision="ieee", out_dtype=WIDE)
+            products = tl.dot(xw, w.T, products, input_precision="ieee", out_dtype=mean.dtype)
 
-    a = column(a_ptr, row * EACH, N, WIDE)
+    a = column(a_ptr, row * EACH, N)
     if ramp_ptr is not None:
         a *= tl.load(ramp_ptr)
     if C:
         products = products.to(w_ptr.dtype.element_ty)
         put(products_ptr, row, one, N, C, products)
-        sigmoid, q, mixture, beta, gate = modulated(
-            products.to(WIDE), b_ptr, p_ptr, raw_ptr, C, WIDE, PADDED
-        )
+        sigmoid, q, mixture, beta, gate = modulated(up(products), b_ptr, p_ptr, raw_ptr, C)
         a *= gate
     m, c, rg, gg, h, k, square, n, bend = lengths(
         mean / D, m / D, rr / D, rf / D, ff / D, a, EPS, CENTRE, ORTHOGONAL
     )
     growth = tl.log(1 + a * a if ORTHOGONAL else square) / 2
-    tl.store(lane_ptr + row, column(s_ptr, row, N, WIDE) + growth, mask=row < N)
+    tl.store(lane_ptr + row, column(s_ptr, row, N) + growth, mask=row < N)
     for start in tl.range(0, D, COLUMNS, num_stages=3):
         at = start + tl.arange(0, COLUMNS)
-        x, y = tile(r_ptr, row, at, N, D, WIDE), tile(f_ptr, row, at, N, D, WIDE)
+        x, y = up(tile(r_ptr, row, at, N, D)), up(tile(f_ptr, row, at, N, D))
         g = y - m[:, None] - c[:, None] * x
         put(new_ptr, row, at, N, D, n[:, None] * (x + k[:, None] * g))  # Eq. 6
 
@@ -791,8 +786,7 @@ def rotate_backward(r_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
                     products_ptr, of_new_ptr, of_lane_ptr,
                     of_r_ptr, of_f_ptr, of_a_ptr, of_products_ptr, parts_ptr, N, EACH: tl.constexpr,
                     D: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr,
-                    EPS: tl.constexpr,
-                    CENTRE: tl.constexpr, ORTHOGONAL: tl.constexpr,
+                    EPS: tl.constexpr, CENTRE: tl.constexpr, ORTHOGONAL: tl.constexpr,
                     ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Computes the same as nag.Rotation.backward, then the gradients of Eq. 5.
 
@@ -800,15 +794,14 @@ def rotate_backward(r_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
     parts (2 C + 2, programs): the gradients of b, p, raw_beta and a, summed over the tokens of each
     program.
     """
-    WIDE: tl.constexpr = tl.float64 if r_ptr.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     one = tl.arange(0, PADDED)
-    mean = tl.zeros((ROWS,), WIDE)
+    mean = up(tl.zeros((ROWS,), r_ptr.dtype.element_ty))
     m, rr, rf, ff, in_r, in_f, in_1 = mean, mean, mean, mean, mean, mean, mean
     for start in tl.range(0, D, COLUMNS, num_stages=3):
         at = start + tl.arange(0, COLUMNS)
-        x, y = tile(r_ptr, row, at, N, D, WIDE), tile(f_ptr, row, at, N, D, WIDE)
-        of_new = tile(of_new_ptr, row, at, N, D, WIDE)
+        x, y = up(tile(r_ptr, row, at, N, D)), up(tile(f_ptr, row, at, N, D))
+        of_new = up(tile(of_new_ptr, row, at, N, D))
         mean += tl.sum(x, 1)
         m += tl.sum(y, 1)
         rr += tl.sum(x * x, 1)
@@ -818,20 +811,18 @@ def rotate_backward(r_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
         in_f += tl.sum(of_new * y, 1)
         in_1 += tl.sum(of_new, 1)
 
-    a = column(a_ptr, row * EACH, N, WIDE)
+    a = column(a_ptr, row * EACH, N)
     if ramp_ptr is not None:
         a *= tl.load(ramp_ptr)
     if C:
-        products = tile(products_ptr, row, one, N, C, WIDE)
-        sigmoid, q, mixture, beta, gate = modulated(
-            products, b_ptr, p_ptr, raw_ptr, C, WIDE, PADDED
-        )
+        products = up(tile(products_ptr, row, one, N, C))
+        sigmoid, q, mixture, beta, gate = modulated(products, b_ptr, p_ptr, raw_ptr, C)
         a *= gate
     mean, in_r, in_f, in_1, rr = mean / D, in_r / D, in_f / D, in_1 / D, rr / D
     m, c, rg, gg, h, k, square, n, bend = lengths(
         mean, m / D, rr, rf / D, ff / D, a, EPS, CENTRE, ORTHOGONAL
     )
-    of_lane = column(of_lane_ptr, row, N, WIDE)
+    of_lane = column(of_lane_ptr, row, N)
     in_g = in_f - m * in_1 - c * in_r
     t = -n * n * n * (in_r + k * in_g)
     if not ORTHOGONAL:
@@ -866,8 +857,8 @@ def rotate_backward(r_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
 
     for start in tl.range(0, D, COLUMNS, num_stages=3):
         at = start + tl.arange(0, COLUMNS)
-        x, y = tile(r_ptr, row, at, N, D, WIDE), tile(f_ptr, row, at, N, D, WIDE)
-        of_new = tile(of_new_ptr, row, at, N, D, WIDE)
+        x, y = up(tile(r_ptr, row, at, N, D)), up(tile(f_ptr, row, at, N, D))
+        of_new = up(tile(of_new_ptr, row, at, N, D))
         g = y - m[:, None] - c[:, None] * x
         of_z = n[:, None] * of_new + t[:, None] * (x + k[:, None] * g)
         of_g = k[:, None] * of_z - bent[:, None] * g
@@ -876,8 +867,8 @@ def rotate_backward(r_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
         if CENTRE:
             of_f -= shift[:, None]
         if C:
-            w = tile(w_ptr, one, at, C, D, w_ptr.dtype.element_ty)
-            of_r = tl.dot(of_products, w, of_r, input_precision="ieee", out_dtype=WIDE)
+            w = tile(w_ptr, one, at, C, D)
+            of_r = tl.dot(of_products, w, of_r, input_precision="ieee", out_dtype=mean.dtype)
         put(of_r_ptr, row, at, N, D, of_r)
         put(of_f_ptr, row, at, N, D, of_f)
 
@@ -969,10 +960,10 @@ WARPS = 2048  # of all programs of the backward kernel. Each leaves a part of th
 
 
 @triton.jit
-def vector(ptr, start, at, D: tl.constexpr, WIDE: tl.constexpr, AGAIN: tl.constexpr = False):
+def vector(ptr, start, at, D: tl.constexpr, AGAIN: tl.constexpr = False):
     """ptr[start + at], and 0 from D on"""
     policy: tl.constexpr = "evict_last" if AGAIN else ""
-    return tl.load(ptr + (start + at), at < D, 0.0, eviction_policy=policy).to(WIDE)
+    return up(tl.load(ptr + (start + at), at < D, 0.0, eviction_policy=policy))
 
 
 @triton.jit
@@ -996,19 +987,18 @@ def read_forward(vs, ran_ptr, q_ptr, q2_ptr, gain_ptr, o_ptr, lse_ptr,
     scores (sources + 1 + SHARED, N): one row for each source, one for their logsumexp, and one for
     each source that the second sublayer shares.
     """
-    WIDE: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
     M: tl.constexpr = len(vs)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     start = row * D
-    q = vector(q_ptr, 0, at, D, WIDE)
-    top, total, acc = tl.full((), -float("inf"), WIDE), tl.full((), 0.0, WIDE), q * 0
+    q = vector(q_ptr, 0, at, D)
+    top, total, acc = tl.full((), -float("inf"), q.dtype), tl.full((), 0.0, q.dtype), q * 0
     top2, total2, acc2 = top, total, acc
     if SHARED:
-        q2 = vector(q2_ptr, 0, at, D, WIDE)
+        q2 = vector(q2_ptr, 0, at, D)
     if o_ptr is not None:
-        top, total, acc = tl.load(lse_ptr + row), total + 1, vector(o_ptr, start, at, D, WIDE)
+        top, total, acc = tl.load(lse_ptr + row), total + 1, vector(o_ptr, start, at, D)
     for i in tl.static_range(M):
-        v = vector(vs[i], start, at, D, WIDE)
+        v = vector(vs[i], start, at, D)
         ran = None if ran_ptr is None else ran_ptr + i * N + row
         score = scores_ptr + (i * N + row)
         top, total, acc = add_source(v, q, ran, score, top, total, acc, D, EPS)
@@ -1018,7 +1008,7 @@ def read_forward(vs, ran_ptr, q_ptr, q2_ptr, gain_ptr, o_ptr, lse_ptr,
     y = acc / total
     tl.store(scores_ptr + (M * N + row), top + tl.log(total))
     if gain_ptr is not None:
-        y *= vector(gain_ptr, 0, at, D, WIDE) / tl.sqrt(tl.sum(y * y, 0) / D + NORM_EPS)
+        y *= vector(gain_ptr, 0, at, D) / tl.sqrt(tl.sum(y * y, 0) / D + NORM_EPS)
     tl.store(y_ptr + (start + at), y, at < D)
     if SHARED:
         tl.store(o2_ptr + (start + at), acc2 / total2, at < D)
@@ -1045,14 +1035,13 @@ def read_backward(vs, of_vs, q_ptr, q2_ptr, gain_ptr, o_ptr, lse_ptr, lse2_ptr, 
     The second loop over the sources finds them in the cache. parts (2 or 3, programs, D): the
     gradients of q, the gain and q2, summed over the tokens of each program.
     """
-    WIDE: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
     M: tl.constexpr = len(vs)
     at = tl.arange(0, BLOCK)
-    q = vector(q_ptr, 0, at, D, WIDE)
+    q = vector(q_ptr, 0, at, D)
     of_q = q * 0
     of_q2, of_gain = of_q, of_q
     if SHARED:
-        q2 = vector(q2_ptr, 0, at, D, WIDE)
+        q2 = vector(q2_ptr, 0, at, D)
     for token in range(tl.program_id(0), N, tl.num_programs(0)):
         row = token + tl.full((), 0, tl.int64)
         start, scores = row * D, scores_ptr + row
@@ -1061,28 +1050,28 @@ def read_backward(vs, of_vs, q_ptr, q2_ptr, gain_ptr, o_ptr, lse_ptr, lse2_ptr, 
         if SHARED:
             lse2 = tl.load(lse2_ptr + row)
         for i in tl.static_range(M):
-            v = vector(vs[i], start, at, D, WIDE, AGAIN=True)
+            v = vector(vs[i], start, at, D, AGAIN=True)
             h += tl.exp(tl.load(scores + i * N) - lse) * v
             if i < SHARED:
                 o2 += tl.exp(tl.load(scores + (M + 1 + i) * N) - lse2) * v
         if o_ptr is not None:
-            o, p = vector(o_ptr, start, at, D, WIDE), tl.exp(tl.load(lse_ptr + row) - lse)
+            o, p = vector(o_ptr, start, at, D), tl.exp(tl.load(lse_ptr + row) - lse)
             h += p * o
-        of_h = vector(of_y_ptr, start, at, D, WIDE)
+        of_h = vector(of_y_ptr, start, at, D)
         if gain_ptr is not None:
             n = 1 / tl.sqrt(tl.sum(h * h, 0) / D + NORM_EPS)
             of_gain += of_h * n * h
-            of_h *= n * vector(gain_ptr, 0, at, D, WIDE)
+            of_h *= n * vector(gain_ptr, 0, at, D)
             of_h -= n * n * h * (tl.sum(of_h * h, 0) / D)
         delta = tl.sum(of_h * h, 0)
         if SHARED:
-            of_o2 = vector(of_o2_ptr, start, at, D, WIDE)
+            of_o2 = vector(of_o2_ptr, start, at, D)
             delta2 = tl.sum(of_o2 * o2, 0) - tl.load(of_lse2_ptr + row)
         if o_ptr is not None:
             tl.store(of_o_ptr + (start + at), p * of_h, at < D)
             tl.store(of_lse_ptr + row, p * (tl.sum(of_h * o, 0) - delta))
         for i in tl.static_range(M):
-            v = vector(vs[i], start, at, D, WIDE)
+            v = vector(vs[i], start, at, D)
             inv = 1 / tl.sqrt(tl.sum(v * v, 0) / D + EPS)
             of_v, along, more = of_source(v, q, of_h, delta, inv, lse, scores + i * N)
             of_q += more
