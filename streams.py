@@ -525,7 +525,7 @@ class SMHC(MHC):
                 maps = torch.cat([h_pre, gate * post, M], -1)
             return stream.replace(lane=None, ahead=(), sources=(f, maps))
         new = super().write(stream.replace(lane=maps[..., self.n :]), f, gate)
-        return new.replace(lane=h_pre, ahead=())
+        return new.replace(lane=h_pre.contiguous(), ahead=())  # or blocks would not share a graph
 
     def skip(self, old, new, runs):
         pre = torch.where(runs, pre_of(new, self.n), old.lane)
