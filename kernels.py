@@ -53,9 +53,9 @@ if not (torch.cuda.is_available() or interpreted):
 #
 # h is rounded to its dtype before its norm and after it; the plain lines round it once.
 #
-# The gradient of h has two parts. `Reading` sends one to h_pre, which must be known
-# before the maps' own gradients. `Exchange` gets the other, and all gradients of X, in one pass. In
-# smhc h_pre is an input of `Exchange`, which sends both parts.
+# The gradient of h has two parts. `Reading` sends one to h_pre, which must be known before the
+# maps' own gradients. `Exchange` gets the other, and all gradients of X, in one pass. In smhc h_pre
+# is an input of `Exchange`, which sends both parts.
 #
 # With rho = 1 / rms(h), a norm gives rho gain h. Its gradient g becomes rho gain g - rho^3 q h / C,
 # where q = <gain g, h>: `Reading` or `Normed` computes q, and sends it to `Exchange` as if it were

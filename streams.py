@@ -77,6 +77,7 @@ from norms import (
 )
 
 EPS = 1e-6  # of Eqs. 4, 5 and 6
+ITERS = 20  # of Eq. 5: times that columns are scaled
 STARTS = {"prenorm": 0.0, "paper": 0.01, "deepseek": 1.0}  # mhc_start: first s
 RANK = 8  # gated: D and U have the rank n_embd / RANK, at least 1
 NEAR = 5.0  # mhc_start "prenorm": M starts with e^NEAR on its diagonal for each 1 beside it
@@ -213,7 +214,7 @@ def factors(A, iters, eps):
     return found
 
 
-def mhc_maps(X, w, s, b, iters=20, eps=EPS):
+def mhc_maps(X, w, s, b, iters=ITERS, eps=EPS):
     """Eqs. 4 and 5: h_pre and h_post, lists of n, and M, n lists of n, or None without its s."""
     n, scale = len(X), inverse_rms(X, eps)
     y = [y_i * scale for y_i in multiply(w, X)]
@@ -360,7 +361,7 @@ class Streams(PreNorm):
         f, lane = stream.sources or (None, stream.lane if given else None)
         how = (w, s, b, gain, source, eps, norm_eps)
         X, products, squares, used, rho, h = kernels.Exchange.apply(stream.x, f, lane, *how)
-        how = (given, self.n, X.size(-1), source == kernels.TANH, 20, eps)
+        how = (given, self.n, X.size(-1), source == kernels.TANH, ITERS, eps)
         pre, maps = kernels.Maps.apply(products, squares, s, b, *how)
         if not given:
             h = kernels.Reading.apply(h, rho, pre, gain, X, used)

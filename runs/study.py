@@ -469,16 +469,15 @@ def race(study, runs, measure=True, threads=1):
     steps at a time; keep the machine quiet. Results are kept as lines with "race", both keys, and
     "ratio". measure=False: return only kept results, which must be of one kind of device.
     """
-    device = machine.pick_device(DEFAULTS["device"])
-    name_of_device = machine.device_name(device)
     names = [key(settings) for settings in runs.values()]
     pairs = {name: (names[0], other) for name, other in zip(runs, names)}
     lines = [line for line in read(study) if tuple(line.get("race", ())) in pairs.values()]
     lines = [line for line in lines if line["threads"] == threads]
     if measure:
         computes = place(next(iter(runs.values())))["computes"]
-        here = computes, name_of_device
-        lines = [line for line in lines if (line["computes"], line["machine"]) == here]
+        device = machine.pick_device(DEFAULTS["device"])
+        here = {"computes": computes, "machine": machine.device_name(device)}
+        lines = [line for line in lines if here.items() <= line.items()]
     elif len({line["computes"] for line in lines}) > 1:
         raise SystemExit(f"{study}: its times have different devices, dtypes or compilation")
     known = {tuple(line["race"]): line["ratio"] for line in lines}
@@ -492,8 +491,7 @@ def race(study, runs, measure=True, threads=1):
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         candidates = {name: stepper(full, str(device)) for name, full in settings.items()}
         times = bench.race(candidates, ROUNDS)
-        where = {"computes": computes, "machine": name_of_device}
-        where |= {"threads": threads, "commit": machine.commit(), "torch": torch.__version__}
+        where = here | {"threads": threads, "commit": machine.commit(), "torch": torch.__version__}
         for name in missing:
             per_token = tokens_of(settings[first]) / tokens_of(settings[name])
             ratios = [a / b * per_token for a, b in zip(times[name], times[first])]

@@ -460,9 +460,8 @@ def test_a_run_that_compiles_shows_signs_of_life_and_ends_at_once_on_ctrl_c(
 def test_the_size_of_every_config_is_known_without_its_memory(tmp_path, path):
     name = os.path.basename(path)[:-3]
     shallow = {} if name in SIZES else {"n_layer": 2}
-    size = run_bench(path, "--quick=True", what="size", out=tmp_path / "size.json", **shallow)[
-        "size"
-    ]
+    how = dict(what="size", out=tmp_path / "size.json") | shallow
+    size = run_bench(path, "--quick=True", **how)["size"]
     if not shallow:
         found = size["parameters"], size["flops_per_token"]
         assert found == pytest.approx(SIZES[name], rel=1e-3)

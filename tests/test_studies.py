@@ -852,6 +852,12 @@ def test_a_design_without_results_changes_only_the_number_of_designs(toy_mode):
         filled = re.sub(r"(<!-- facts/designs/value -->)\d+", r"\g<1>0", tables.filled(text))
         assert filled == text
     assert tables.number("facts", "designs", "value") == str(len(RESIDUALS))
+    row = "| A toy | `toy` | x | <!-- modes/toy/verdict -->x<!-- --> |\n"
+    assert "-->not judged yet<!--" in tables.filled(row)
+    assert tables.names_in_words(row) == {"toy": "A toy"}
+    assert "toy" not in {cells[0] for cells in tables.modes("muon")[1]}
+    with pytest.raises(SystemExit, match="modes/toy/verdit is not one cell"):
+        tables.filled(row.replace("verdict", "verdit"))
     test_sentences_written_by_hand_agree_with_the_results()
     test_readme_has_a_row_for_each_judged_mode()
 
