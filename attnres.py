@@ -1,8 +1,8 @@
 """
 Attention Residuals (arXiv 2603.15031): a sublayer reads a weighted sum of all earlier outputs.
 
-F is a sublayer, and rms(x)^2 = mean(x^2) + eps. All sources v_0 ... v_m stay apart. Each sublayer
-has a learned query w and gain g, and so has the end of the model:
+F is a sublayer, C = n_embd, and rms(x)^2 = mean(x^2) + eps. All sources v_0 ... v_m stay apart.
+Each sublayer has a learned query w and gain g, and so has the end of the model:
 
     sources    attnres: v_0 = embedding, v_i = output of sublayer i
                attnres_block: v_0 = embedding, v_i = sum of the outputs of block i, which is
@@ -42,7 +42,7 @@ def sources_of(stream):
 
 
 def scores(sources, query, eps):
-    """s_i = <query, v_i> / rms(v_i) and 1 / rms(v_i) of all sources, each (B, T, m) in float32."""
+    """s_i = <query, v_i> / rms(v_i) and 1 / rms(v_i), each (B, T, sources) in float32."""
     products, inverse = [], []
     for v, _ in sources:
         v = upcast(v)
@@ -53,7 +53,7 @@ def scores(sources, query, eps):
 
 
 def weights(s, sources):
-    """p of Eq. 1, (B, T, m): the softmax of s over the sources that a token has."""
+    """p of Eq. 1, (B, T, sources): the softmax of s over the sources that a token has."""
     columns = zip(s.split(1, -1), (ran for _, ran in sources))
     columns = [s_i if ran is None else s_i.masked_fill(~ran, -math.inf) for s_i, ran in columns]
     return torch.cat(columns, -1).softmax(-1)

@@ -65,7 +65,7 @@ MOST_STREAMS = 4  # with more of them, threads would need more registers than th
 TOKENS = 32  # of a program that makes maps
 CHUNK = 1024  # tokens of a part of a sum of gradients
 LEAST_TOKENS = 4096  # with fewer, as in a default run, a GPU should wait for the CPU (not timed)
-NONE, GIVEN, SIGMOID, TANH = 0, 1, 2, 3  # h_pre: none, the first in lane, of Eq. 4, of Eq. 3
+NONE, GIVEN, SIGMOID, TANH = 0, 1, 2, 3  # h_pre: none, the first in lane, of mhc, of Eq. 3
 
 
 @triton.jit
@@ -426,7 +426,7 @@ def maps_kernel(
     b_post = up(tl.load(B + one * stride + post, own, 0.0))
     z_pre, h_pre = squashed(y_pre, scale, s_pre, b_pre, tanh)
     z_post, h_post = squashed(y_post, scale, s_post, b_post, tanh)
-    if not tanh:  # Eq. 4
+    if not tanh:  # the maps of mhc
         h_pre, h_post = 1 / (1 + tl.exp(-h_pre)), 1 / (1 + tl.exp(-h_post))
     if mixes:
         used, inside = kept[:, :, None] & own, own[:, None] & own

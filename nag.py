@@ -16,11 +16,14 @@ inverse temperature of the logits. d is n_embd, l the 1-based sublayer, rms(x) =
     read out   logit_v = exp(s + g_dec) <r, w_v> / sqrt(d)                                      (7)
                where w_v is row v of the head, centred and then scaled to |w_v| = sqrt(d)
 
+alpha_l, w, b, p, beta > 0, g_enc and g_dec are learned; alpha_l starts at l^(-1/2).
+
 A sublayer rotates a token by the angle atan(a), and by atan(alpha_l) at most. On CUDA a kernel of
 kernels.py computes (2) to (6) at once.
 
 Differs from the paper:
 - (6) divides by the measured rms of r + a u, so that r cannot drift in low precision.
+- (4) has a floor, below about 0.6 degrees between f and r: see rotate.
 - (5) clamps the mixture away from 0, where the power has an infinite gradient.
 - e in (1) also has the embeddings of earlier tokens, if smear is above 0.
 - g_dec is initialised so that the first logits have std nag_first_logits at any depth, if there is
@@ -56,7 +59,7 @@ def modulator(products, b, p, beta):
     """Eq. 5: m (..., 1), the factor on alpha_l for each token.
 
     products <w_c, r> (..., C), b (C,) and the mixture logits p (C,). The clamp passes no gradient,
-    so a token at the floor stays there until other tokens move w or b.
+    so a token at the floor stays there until other tokens move the parameters.
     """
     gates = torch.sigmoid(upcast(products) + b)  # (..., C)
     mixture = (gates * p.softmax(-1)).sum(-1, keepdim=True)
@@ -81,10 +84,10 @@ def rotate(r, s, f, a, eps=1e-12, centre=True, orthogonal=True):
     pass reads r, f and the gradient once.
 
     The price is precision. The norm of f after Eqs. 2 and 3 is computed as a difference, which is
-    mostly rounding error when f is nearly parallel to either. In float32, u is accurate to 1e-4
-    at an angle of 3 degrees. Below about 0.6 degrees the floor `least` applies, and f rotates r by
-    less than a, or not at all if f = 0; s grows as if by a. The new r is on its sphere at every
-    angle. A second pass over f would be exact, but would take 50% more time.
+    mostly rounding error when f is nearly parallel to either. In float32, u is accurate to 1e-4 at
+    an angle of 3 degrees. Below about 0.6 degrees the floor `least` applies, and f rotates r by
+    less than atan(a), or not at all if f = 0; s grows as if by atan(a). The new r is on its sphere
+    at every angle. A second pass over f would be exact, but would take 50% more time.
     """
     a = a.expand_as(s)
     new, square = Rotation.apply(r, f, a, eps, centre, orthogonal)
@@ -115,7 +118,8 @@ class Rotation(torch.autograd.Function):
         n = torch.rsqrt(square + eps)
         new = n * (x + k * (y - m - c * x))  # Eq. 6
 
-        bend = torch.where(gg > least, k * h * h, 0.0)  # dk/dg = -bend g / d, and 0 at the floor
+        # dk/dg = -bend g / d; at the floor 0: what `least` adds is 1% of the gradient at most
+        bend = torch.where(gg > least, k * h * h, 0.0)
         ctx.save_for_backward(r, f, mean, m, rr, c, rg, gg, h, k, n, bend)
         ctx.parts = eps, centre, orthogonal
         # compiled by torch 2.11, a cast to the same dtype loses the gradient

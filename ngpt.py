@@ -16,7 +16,8 @@ unit(x) = x / |x|. d is n_embd, D is the width of a head. The product of two vec
     read out   logit_v = (s_z)_v <h, w_v>                                                       (5)
 
 h is a unit vector, so g equals h up to rounding and dropout. As in the release, (2) still divides
-by |h|. This changes only the gradient of the embedding, whose rows enter the stream as they are.
+by |h|. Without smear this changes the gradient of the embedding, whose rows then enter the stream
+as they are.
 
 Adam's steps have the size of the learning rate, so a parameter's size sets how fast it can change.
 alpha, s_qk and s_z are stored near 1 / sqrt(d), the size of a matrix entry, and used as
@@ -124,7 +125,7 @@ class ScaledActivation(nn.Module):
 
 
 def matrices(model):
-    """Yield (weight, axis of the stream) for every matrix of Eq. 1."""
+    """Yield (weight, axis along which its vectors have norm 1) for every matrix of Eq. 1."""
     readers, writers = [model.embed, *model.value_embeds.values()], []
     if not model.config.tied:
         readers.append(model.head)

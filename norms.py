@@ -17,9 +17,9 @@ The additive family: how a sublayer F reads the residual stream x and writes its
     derf       x <- x + F(gamma erf(alpha x + s) + beta)    Chen et al. 2025, arXiv 2512.10938  (13)
     keel       x <- Norm(2B x + F(Norm_in(x)))           Chen & Wei 2026, arXiv 2601.19895      (14)
 
-b is the 0-based block, and B is n_layer. Each mode has two small modules. The residual, one per
-sublayer, has read and write. The ends, one per model, turn the token embedding into a stream and
-the last stream into the hidden states that the head multiplies.
+b is the 0-based block, and B is n_layer. a and Greek letters are learned. Each mode has two small
+modules. The residual, one per sublayer, has read and write. The ends, one per model, turn the token
+embedding into a stream and the last stream into the hidden states that the head multiplies.
 
 Notes, and differences from the papers:
 - Norms compute their statistics in float32, whatever the dtype of the stream.
@@ -461,7 +461,7 @@ class DeepNorm(PostNorm):
 
     @staticmethod
     def init_sublayers(block, config):
-        """Xavier times (8B)^(-1/4), for all matrices of a block except W_q and W_k."""
+        """Xavier times (8B)^(-1/4), for W_v, W_o and the matrices of the MLP or of the experts."""
         layers = [block.attn.wv, block.attn.wo]
         layers += [m for mlp in mlps(block) for m in (mlp.up, mlp.gate, mlp.down) if m is not None]
         for weight in map(weight_of, layers):

@@ -1,18 +1,21 @@
 """
 More than one residual stream: Hyper-Connections and what grew out of them.
 
-F is a sublayer, f its output, C = n_embd, and rms(x)^2 = mean(x^2) + eps.
+F is a sublayer, f its output, C = n_embd, and rms(x)^2 = mean(x^2) + eps, where eps is EPS in
+Eqs. 4 to 6, else norm_eps.
 
-Hyper-Connections keep n streams X (n, C) for each token. Three maps, made from X, mix them:
+Hyper-Connections keep n streams X (n, C) for each token. Maps, in most modes made from X, read,
+write and mix them:
 
     begin      X_i = embedding, for all i
     sublayer   f = F(Norm(h_pre^T X)),  X <- M^T X + h_post f^T                                  (1)
-    end        Norm(h), where h is the sum of the streams for hc, else Eq. 6
+    end        Norm(h), where h is the sum of the streams for hc, and Eq. 6 for mhc and ihc
 
     hc         arXiv 2409.19606.  t_i = tanh(W X_i / rms(X_i)), with n + 2 entries               (2)
                (h_pre_i, h_post_i, M_i) = a_i + (s_1, s_2, s_1, ..., s_1) t_i                    (3)
+               with row i of M; a, s and W are learned, here and below
     mhc        arXiv 2512.24880.  z = vec(X) / rms(vec(X)),  y = W z, split into three           (4)
-               h_pre = sigmoid(s_1 y_1 + b_1) + eps,  h_post = 2 sigmoid(s_2 y_2 + b_2)
+               h_pre = sigmoid(s_1 y_1 + b_1) + eps,  h_post = 2 sigmoid(s_2 y_2 + b_2),
                M = Sinkhorn(softmax(s_3 y_3 + b_3) + eps): columns divided by (sum + eps), then
                19 times rows and columns. Columns sum to 1, rows almost                          (5)
                end: h = sum_i (sigmoid(s y + b) + eps)_i X_i, with its own W, s and b            (6)
@@ -21,8 +24,8 @@ Hyper-Connections keep n streams X (n, C) for each token. Three maps, made from 
                a sublayer reads with the h_pre that the previous sublayer made:
                f = F(Norm(pre^T X)),  X as in Eq. 1,  pre <- h_pre(X before the write)           (7)
                begin: pre = (1, 0, ..., 0); end: h = pre^T X, with the last pre
-    gated      from the code of Qwen3.8-Flash-Next. z_i = RMSNorm_i(X_i), and D has n_embd / RANK
-               rows. h = mean_i sigmoid(U_i silu(D vec(z) / n)) * z_i                            (8)
+    gated      from the code of Qwen3.8-Flash-Next. z_i = RMSNorm_i(X_i). D has n_embd / RANK rows,
+               and each U_i C. h = mean_i sigmoid(U_i silu(D vec(z) / n)) * z_i                  (8)
                X_i <- X_i + 2 sigmoid(<w_i, vec(z)> / n) F(h)                                   (9)
                end: h of Eq. 8 with its own gains, D and U, and no final norm
     wide       NVIDIA's Nemotron, Megatron-LM #6716. The maps are constants of the sublayer:

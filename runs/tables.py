@@ -53,6 +53,7 @@ JUDGED = {mode: (mode, {}) for mode in RESIDUALS}  # name: (mode, its own settin
 JUDGED |= {
     "ihc, 4 streams": ("ihc", {"hc_streams": 4}), "wide, 2 streams": ("wide", {"hc_streams": 2})
 }  # fmt: skip
+LONGER = {"max_iters": 4000, "batch_size": 8}  # 4.5 bytes for each parameter at 8 x 128
 BAD = 1.0  # pre-norm's loss with a bad seed, at least, with Muon at 8 x 64
 COPIES = 0.75  # a model copies if repeated characters cost less than this share of the first time
 study.record = True  # read results/ only
@@ -232,10 +233,40 @@ def again_facts():
         some = lambda lines, kept=kept: [lines[at] for at in kept]
         others = {length: some(lines) for length, lines in theirs.items()}
         found = judge.compare(name, trained[name][0], some(ours), others, ratios[name])
-        difference, word = decided(found["times"])
-        yield f"{name}, {what}, at equal steps", plus_minus(found["steps"])
-        yield f"{name}, {what}, at equal time", difference
-        yield f"{name}, {what}, verdict", word
+        yield from found_by(f"{name}, {what}", found)
+
+
+@cache
+def longer():
+    """8 x 128 with 5.3 times the bytes: ({mode: rate}, {(mode, length): lines of 6 seeds})."""
+    usual, lines_of = scale_of("wider") | LONGER, partial(find, "judge")
+    choices, lines = {}, {}
+    for mode, length in (("ihc", 1.0), (BASELINE, 1.0), (BASELINE, 1.4)):
+        choices[mode] = judge.best_rate(usual, mode, {"learning_rate": 0.008}, lines_of, 1.0)
+        lines[mode, length] = lines_of(judge.of_seeds(usual, mode, choices[mode], 6, length))
+    return choices, lines
+
+
+def longer_facts():
+    """ihc against pre-norm in this longer training."""
+    (choices, lines), usual = longer(), scale_of("wider") | LONGER
+    timed = {mode: judge.scale_for(usual, mode) for mode in (BASELINE, "ihc")}
+    ratio = study.race("judge", timed, measure=False, threads=PLACES["wider"][-1])["ihc"]
+    theirs = {length: lines[BASELINE, length] for length in (1.0, 1.4)}
+    found = judge.compare("ihc", choices["ihc"], lines["ihc", 1.0], theirs, ratio)
+    yield from found_by("ihc, longer", found)
+    yield "ihc, longer, worth", with_range(found["worth"])
+    yield "ihc, longer, step time", with_range(ratio)
+    for (mode, length), each in lines.items():
+        yield f"{mode}, longer, {length} times, loss", f"{mean(losses_of(each)):.4f}"
+
+
+def found_by(title, found):
+    """The differences of what judge.compare returned, and the verdict at equal time."""
+    difference, word = decided(found["times"])
+    yield f"{title}, at equal steps", plus_minus(found["steps"])
+    yield f"{title}, at equal time", difference
+    yield f"{title}, verdict", word
 
 
 def leads(ours, theirs, steps):
@@ -374,10 +405,12 @@ def early():
         known = [mode for mode in modes if mode in trained]
         pairs = {mode: (judged_lines(optimizer, mode), theirs[1.0]) for mode in known}
         pairs[f"{BASELINE} at half its rate"] = theirs["half"], theirs[1.0]
-
-        for mode in ("nag", "ihc") if optimizer == "muon" else ():
-            both = (of_tuning_seeds(name, choice["learning_rate"]) for name in (mode, BASELINE))
-            pairs[f"{mode} at {BASELINE}'s rate"] = tuple(both)
+        if optimizer == "muon":
+            for mode in ("nag", "ihc"):
+                both = (of_tuning_seeds(name, choice["learning_rate"]) for name in (mode, BASELINE))
+                pairs[f"{mode} at {BASELINE}'s rate"] = tuple(both)
+            lines = longer()[1]
+            pairs["ihc at 8 x 128, longer"] = lines["ihc", 1.0], lines[BASELINE, 1.0]
         for name, pair in pairs.items():
             cells = (f"{lead:+.3f}" for lead in leads(*pair, steps))
             rows.append((name, OPTIMIZERS[optimizer], *cells))
@@ -587,7 +620,7 @@ def brief():
 # ------------------------------------------------------------------------------------------------
 # The pages
 
-FACTS = (judge_facts, again_facts, verdict_facts, mixture_facts, lead_facts)
+FACTS = (judge_facts, again_facts, longer_facts, verdict_facts, mixture_facts, lead_facts)
 FACTS += (default_facts, speed_facts)
 TABLES = {
     "modes": partial(modes, "muon"), "adamw": partial(modes, "adamw"),
