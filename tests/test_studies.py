@@ -914,6 +914,10 @@ def test_sentences_written_by_hand_agree_with_the_results():
     for seeds in ("new seeds", "16 seeds"):
         fact = f"ihc, {seeds}, verdict"
         assert tables.number("facts", fact, "value") == "better"
+    assert tables.number("facts", "ihc, longer, verdict", "value") == "undecided"
+    fact = tables.number("facts", "ihc, longer, at equal steps", "value")
+    gap, half = map(float, fact.split(" ± "))
+    assert gap < -half  # "at equal steps, better"
     assert tables.number("english", "ihc", "verdict at equal time") == "undecided"
     assert tables.number("english", "ihc", "verdict") == "better"
     for column, word in (("verdict", "better"), ("verdict at equal time", "undecided")):
