@@ -479,7 +479,7 @@ class MHC(Connections):
                 self.b[2 * self.n :] = NEAR * torch.eye(self.n).flatten()
 
     def maps(self, X):
-        return mhc_maps(X, self.w, self.s, self.b)
+        return mhc_maps(X, self.w, self.s, self.b, ITERS)
 
     def fetch_maps(self, stream):
         return self.fetch(stream, self.source, self.w, self.s, self.b, EPS)

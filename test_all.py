@@ -106,6 +106,7 @@ def logits_and_gradients(model, idx, targets):
 def compile_with(monkeypatch, backend, **how):
     """Let torch.compile use this backend. aot_eager traces and checks, but generates no code."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend, **how))
+    monkeypatch.setattr(streams, "ITERS", 3)  # more of them only take time to compile
     torch._dynamo.reset()
 
 
