@@ -25,7 +25,7 @@ write and mix them:
                f = F(Norm(pre^T X)),  X as in Eq. 1,  pre <- h_pre(X before the write)           (7)
                begin: pre = (1, 0, ..., 0); end: h = pre^T X, with the last pre
     gated      from the code of Qwen3.8-Flash-Next. z_i = RMSNorm_i(X_i). D has n_embd / RANK rows,
-               and each U_i C. h = mean_i sigmoid(U_i silu(D vec(z) / n)) * z_i                  (8)
+               each U_i has C. h = mean_i sigmoid(U_i silu(D vec(z) / n)) * z_i                  (8)
                X_i <- X_i + 2 sigmoid(<w_i, vec(z)> / n) F(h)                                   (9)
                end: h of Eq. 8 with its own gains, D and U, and no final norm
     wide       NVIDIA's Nemotron, Megatron-LM #6716. The maps are constants of the sublayer:
@@ -217,7 +217,7 @@ def factors(A, iters, eps):
     return found
 
 
-def mhc_maps(X, w, s, b, iters=ITERS, eps=EPS):
+def mhc_maps(X, w, s, b, iters, eps=EPS):
     """Eqs. 4 and 5: h_pre and h_post, lists of n, and M, n lists of n, or None without its s."""
     n, scale = len(X), inverse_rms(X, eps)
     y = [y_i * scale for y_i in multiply(w, X)]

@@ -79,11 +79,11 @@ def with_most_seeds(numbers, lines_of):
             return lines_of(n)
 
 
-def step_times(place):
+def step_times(place, **more):
     """{name: median_interval of its time over the baseline's} of what is JUDGED and timed. Times do
-    not depend on the text.
+    not depend on the text. more: settings besides those of the place
     """
-    usual, threads = scale_of(place), PLACES[place][-1]
+    usual, threads = scale_of(place) | more, PLACES[place][-1]
     timed = {BASELINE: judge.scale_for(usual, BASELINE)}
     for name, (mode, change) in JUDGED.items():
         timed[name] = judge.scale_for(usual | change, mode)
@@ -239,12 +239,11 @@ def again_facts():
 def longer_facts():
     """ihc against pre-norm at 8 x 128 with 5.3 times as many bytes. One seed chose their rates."""
     usual, lines_of, lines = scale_of("wider") | LONGER, partial(find, "judge"), {}
-    for mode, length in (("ihc", 1.0), (BASELINE, 1.0), (BASELINE, 1.4)):
+    for mode, length in ((BASELINE, 1.0), (BASELINE, 1.4), ("ihc", 1.0)):
         choice = judge.best_rate(usual, mode, {"learning_rate": 0.008}, lines_of, 1.0)
         lines[mode, length] = each = lines_of(judge.of_seeds(usual, mode, choice, 6, length))
         yield f"{mode}, longer, {length} times, loss", f"{mean(losses_of(each)):.4f}"
-    timed = {mode: judge.scale_for(usual, mode) for mode in (BASELINE, "ihc")}
-    ratio = study.race("judge", timed, measure=False, threads=PLACES["wider"][-1])["ihc"]
+    ratio = step_times("wider", **LONGER)["ihc"]
     theirs = {length: lines[BASELINE, length] for length in (1.0, 1.4)}
     found = judge.compare("ihc", choice, lines["ihc", 1.0], theirs, ratio)
     yield from found_by("ihc, longer", found)

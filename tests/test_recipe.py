@@ -200,8 +200,7 @@ def test_each_block_may_have_graphs_of_its_own():
 @pytest.mark.slow
 def test_a_compiled_mixture_of_depths_follows_k():
     """In training, k changes. Contexts above 128 have several chunks of attention."""
-    shape = dict(block_size=256, n_layer=1, n_embd=64, residual="nag")
-    shape |= dict(mod_on="attention", mod_rate=0.4)
+    shape = dict(block_size=256, n_layer=1, n_embd=64, residual="nag", mod_on="both", mod_rate=0.4)
     eager, compiled = (tiny(**shape, **EXTRAS).train() for _ in range(2))
     compiled.compile_blocks()
     idx = some_ids(T=256)

@@ -335,7 +335,7 @@ def test_three_sublayers_equal_the_golden_with_gradients(kind):
         layer = lambda *keys, i=i: [p[f"{key}.{i}"] for key in keys]
         run = lambda h, i=i: torch.tanh(h @ p[f"W.{i}"])
         if kind == "smhc":
-            new, post, M = file.mhc_maps(X, *layer("fn", "scale", "base"))
+            new, post, M = file.mhc_maps(X, *layer("fn", "scale", "base"), file.ITERS)
             X, pre = file.write(X, M, post, run(file.read(X, pre))), new
         elif kind == "gated":
             post = file.gated_post(normed(i), *layer("inject"))

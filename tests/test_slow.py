@@ -251,8 +251,8 @@ def test_a_run_resumes_on_any_number_of_ranks(data, tmp_path, more, close):
     )  # a constant rate
     train(data, one, **how, **more, max_iters=9)
     for last, world, shard, compile in (
-        (2, 2, "fsdp", True), (3, 1, "none", False), (5, 4, "fsdp", False),
-        (7, 2, "none", not more), (9, 2, "fsdp", True),
+        (2, 2, "fsdp", True), (3, 1, "none", False), (5, 4, "fsdp", False), (7, 2, "none", True),
+        (9, 2, "fsdp", True),
     ):  # fmt: skip
         start = dict(init_from="auto", world=world, shard=shard, compile=compile)
         ranks(data, run, **start, **how, **more, max_iters=last)
@@ -412,17 +412,18 @@ def test_nag_compiles_to_one_kernel_forward_and_one_backward():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
-def test_a_training_step_that_skips_compiles_for_an_h100(tmp_path):
+@cases("mode, kind", [("prenorm", "dense"), ("nag", "dense"), ("prenorm", "skipping")])
+def test_a_training_step_compiles_for_an_h100(mode, kind, tmp_path):
     """In a process of its own: it makes torch believe in a GPU. It fails on graph breaks and on
     kernels that keep more than 1 KB of registers in memory."""
-    argv = ["--modes=prenorm", "--what=step", "--parts=skipping", f"--out={tmp_path / 'found'}"]
+    argv = [f"--modes={mode}", "--what=step", f"--parts={kind}", f"--out={tmp_path / 'found'}"]
     done = subprocess.run(
         [sys.executable, "runs/h100.py", *argv], cwd=HERE, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     found = json.loads((tmp_path / "found").read_text())["modes"]
     (each,) = found.values()
-    assert [*found] == ["prenorm, skipping"] and each["passes"] > 100
+    assert [*found] == [f"{mode}, {kind}"] and each["passes"] > 100
     assert each["masks"] == 1  # the loss: no attention has one
     assert each["calls"] == 2 * 4 and each["kernels"] > 20
 
