@@ -17,7 +17,7 @@ test: .venv/ready-to-test
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto -m "not slow"
 
 slow: .venv/ready-for-slow
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal -m slow
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxschedchunk=1 -m slow
 
 lint: .venv/ready-to-test
 	$(RUN) -m ruff check .

@@ -42,6 +42,7 @@ data_dir: str | None = None  # nag: folder with shards of text; None: that of th
 seed = 1337  # nag: seed of the weights that pre-norm does not have
 
 TOKENS = 8192  # of text, for Eqs. 3 and 4
+LONGEST = 1024  # tokens of a window of it: Eq. 4 keeps the logits of a window
 
 
 def to_bhyt(model, source, batches):
@@ -144,8 +145,8 @@ def text_of(state, config):
     folder = data_dir or state["settings"]["data_dir"]
     if folder is None:
         raise ValueError("the model was imported without shards: give --data_dir")
-    windows = Windows(folder, "train", config.block_size)
-    windows.refuse_other_tokenizer(state["meta"])
+    windows = Windows(folder, "train", min(config.block_size, LONGEST))
+    windows.refuse_other_tokenizer(state["meta"], config.vocab_size)
     return [*eval_batches(windows, spread(windows, TOKENS), 1, "cpu")]
 
 

@@ -7,6 +7,7 @@ them. meta.json in the same folder lists the shards with their lengths and sha25
 
 import base64
 import glob
+import gzip
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import struct
 import sys
 import time
 import uuid
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -301,11 +303,13 @@ def read_documents(path, column="text"):
     if os.path.exists(path) and not os.path.getsize(path):
         return
     options = {"sample_by": "document"} if kind == "text" else {}
-    load = partial(load_dataset, kind, data_files=[path], split="train", streaming=True, **options)
+    on_hub = path.startswith("hf://")
+    options["data_files"] = [path if on_hub else glob.escape(os.path.abspath(path))]
+    load = partial(load_dataset, kind, split="train", streaming=True, **options)
     try:
-        records = read_hub(path, load) if path.startswith("hf://") else load()
+        records = read_hub(path, load) if on_hub else load()
         yield from column_of(records, column, path)
-    except (ValueError, EOFError) as error:  # not UTF-8, not JSON, cut short
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:  # not UTF-8, cut short
         raise SystemExit(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
 
 
@@ -418,15 +422,18 @@ class Windows:
         self.sha256 = hashlib.sha256(hashes.encode()).hexdigest()  # of the content of the split
         self.ends = np.cumsum([(len(shard) - 1) // T for shard in self.shards], dtype=np.int64)
         if not len(self.ends) or self.ends[-1] == 0:
-            raise SystemExit(f"{directory}: {split} is shorter than one window: lower block_size")
+            short = f"{split} has no window of {T} tokens"
+            raise SystemExit(f"{directory}: {short}: lower block_size (in eval.py, context)")
 
     def __len__(self):
         return int(self.ends[-1])
 
-    def refuse_other_tokenizer(self, meta):
+    def refuse_other_tokenizer(self, meta, vocab_size):
         """Exit with a message if the checkpoint with this meta has another tokenizer."""
         if meta["tokenizer_sha256"] not in (None, self.meta["tokenizer_sha256"]):
             raise SystemExit(f"{self.directory}: the checkpoint was trained with another tokenizer")
+        if self.meta["vocab_size"] > vocab_size:
+            raise SystemExit(f"{self.directory} has more token ids than the model")
 
     def verify(self):
         """Compare every shard of the folder with its sha256, in a thread. Returns the thread.

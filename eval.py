@@ -310,7 +310,7 @@ def choose_parts(model, settings, given, has_shards):
     elif not has_text and reads:
         raise SystemExit(f"{', '.join(reads)}: this model has no shards: give --text or --data_dir")
     used_by = dict.fromkeys(("tasks", "task_dir", "limit", "num_fewshot"), ("tasks",))
-    used_by["text"] = ("loss", "depth", "mod")
+    used_by |= dict.fromkeys(("text", "context"), ("loss", "depth", "mod"))
     for key, users in used_by.items():
         if settings[key] is not None and not set(users) & set(parts):
             raise SystemExit(f"{key}={settings[key]!r} is for {' or '.join(users)}, not {what=}")
@@ -328,9 +328,7 @@ def open_data(state, model):
             raise SystemExit("this model was imported without a tokenizer.json: give --data_dir")
         return None, data.meta_tokenizer(os.path.dirname(state["path"]), meta)
     windows = data.Windows(directory, "val", context or model.config.block_size)
-    windows.refuse_other_tokenizer(meta)
-    if windows.meta["vocab_size"] > model.config.vocab_size:
-        raise SystemExit(f"{directory} has more token ids than the model")
+    windows.refuse_other_tokenizer(meta, model.config.vocab_size)
     if data.is_imported(meta):  # with shards too, its texts begin as its own tokenizer says
         return windows, data.meta_tokenizer(os.path.dirname(state["path"]), meta)
     return windows, data.meta_tokenizer(directory, windows.meta)
@@ -368,7 +366,7 @@ def main():
 
     print(f"{state['path']}: {', '.join([*dialled, *parts])}")
     path = os.path.join(out_dir, "eval.json")
-    report = {"checkpoint": os.path.basename(state["path"]), "step": state["step"]}
+    report = {"checkpoint": os.path.relpath(state["path"], out_dir), "step": state["step"]}
     if os.path.exists(path):  # keep earlier parts if they belong to the same checkpoint
         old = data.read_json(path)
         report = old if old.items() >= report.items() else report

@@ -38,13 +38,17 @@ def pick_device(name, local_rank=0):
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name.startswith("cuda") and not cuda:
         raise SystemExit(f"device={name!r}: torch sees no CUDA device: use --device=auto")
-    if name.startswith("cuda:") and int(name[5:]) >= torch.cuda.device_count():
-        raise SystemExit(f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA devices")
     if name == "mps" and not mps:
         raise SystemExit("device='mps': torch sees no Apple GPU: use --device=auto")
+    if name.startswith("cuda:") and local_rank > 0:
+        raise SystemExit(f"device={name!r}: several processes need --device=cuda, one GPU each")
     if name == "auto":
         name = "cuda" if cuda else "mps" if mps else "cpu"
-    return torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
+    if name == "cuda":
+        name = f"cuda:{local_rank}"
+    if name.startswith("cuda:") and int(name[5:]) >= torch.cuda.device_count():
+        raise SystemExit(f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA devices")
+    return torch.device(name)
 
 
 def prepare_process(device):

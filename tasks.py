@@ -39,11 +39,13 @@ def score_choices(model, pairs, batch_size, n_vocab, device):
         for first in range(0, len(contexts), batch_size):
             batch = contexts[first : first + batch_size]
             members = [(row, i) for row, context in enumerate(batch) for i in by_context[context]]
-            owner = torch.tensor([row for row, _ in members], device=device)
-            continuations = [pairs[i][1] for _, i in members]
-            scores = score_group(model, batch, owner, continuations, n_vocab, device)
-            for (_, i), score in zip(members, scores):
-                results[i] = score
+            for at in range(0, len(members), 16 * batch_size):  # many may share a short context
+                some = members[at : at + 16 * batch_size]
+                owner = torch.tensor([row for row, _ in some], device=device)
+                continuations = [pairs[i][1] for _, i in some]
+                scores = score_group(model, batch, owner, continuations, n_vocab, device)
+                for (_, i), score in zip(some, scores):
+                    results[i] = score
     return results
 
 
@@ -166,8 +168,8 @@ def run_tasks(model, encoding, batch_size, device, tasks, task_dir, num_fewshot,
         raise SystemExit(f"tasks={tasks!r}: no {', '.join(unknown)}; there is {near}")
     found = lm_eval.simple_evaluate(
         harness(model, encoding, batch_size, device), tasks=names, task_manager=manager,
-        num_fewshot=num_fewshot, limit=limit, random_seed=seed, bootstrap_iters=100,
-        log_samples=False,
+        num_fewshot=num_fewshot, limit=limit, bootstrap_iters=100, log_samples=False,
+        random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
     )  # fmt: skip
     report = {
         name: {key: value for key, value in metrics.items() if isinstance(value, float)}

@@ -1313,6 +1313,7 @@ def test_a_shard_that_has_changed_is_found(data, tmp_path, capsys):
     ("--source=latin.txt", "latin.txt cannot be read"), ("--source=nothing.jsonl", "0 tokens"),
     ("--source=two.txt", "2 tokens for val are fewer than the 257 of a window: give more text"),
     ("--source=short.txt", "212 tokens for val"), ("--max_tokens=99", "at least 257"),
+    ("--source=plain.json.gz", "plain.json.gz cannot be read: Not a gzipped file"),
     ("--source=two.txt --val_source=a.jsonl", "3 tokens for train are fewer"),
 ])  # fmt: skip
 def test_preparation_refuses_what_it_cannot_do(texts, monkeypatch, argv, message):
@@ -1322,6 +1323,7 @@ def test_preparation_refuses_what_it_cannot_do(texts, monkeypatch, argv, message
     (texts / "empty.tiktoken").write_text("")
     (texts / "latin.txt").write_bytes("Grüße".encode("latin1"))
     (texts / "nothing.jsonl").write_text("")
+    (texts / "plain.json.gz").write_text('{"text": "x"}\n')
     (texts / "two.txt").write_text("ab")
     (texts / "short.txt").write_text("a" * 4220)
     write_jsonl(texts / "empty.jsonl", [""])
@@ -1333,6 +1335,12 @@ def test_preparation_refuses_what_it_cannot_do(texts, monkeypatch, argv, message
     assert not glob.glob("new/*")
     if "made" not in argv:  # a folder without shards is free for the next attempt
         make_data("new", "--source=a.jsonl", "--tokenizer=bytes", "--val_share=0.3")
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_read(tmp_path):
+    for name in ("a1.txt", "a[1].txt"):
+        (tmp_path / name).write_text(name)
+        assert [*data_file.read_documents(str(tmp_path / name))] == [name]
 
 
 def test_windows_tile_each_shard_and_wide_vocabularies_get_wide_tokens(data):
@@ -1409,7 +1417,7 @@ def ranks(data, out, world=2, sigterm_to=None, join=True, **settings):
 
     Without join, returns at once: what it returns has their processes.
     """
-    torch.multiprocessing.set_forkserver_preload(["test_all"])
+    torch.multiprocessing.set_forkserver_preload(["test_all", "torch._inductor.compile_fx"])
     how = (world, free_port(), sigterm_to, data, str(out), settings)
     start = torch.multiprocessing.start_processes
     return start(one_rank, how, world, join, daemon=True, start_method="forkserver")
@@ -1726,6 +1734,33 @@ def test_bad_steps_are_skipped_and_counted_and_too_many_stop(data, tmp_path, mon
         assert all(x.isfinite().all() for x in state["model"].values())
 
 
+def test_a_run_whose_last_step_is_bad_is_saved(data, tmp_path, monkeypatch):
+    on_forward(monkeypatch, lambda number, loss: loss * math.inf if number == 6 else loss)
+    train(data, tmp_path, save_interval=0)
+    state = checkpoint(tmp_path)
+    assert (state["step"], state["bad_steps"]) == (6, 1)
+    assert state["optimizers"][0][0]["step"].item() == 5
+
+
+def test_a_full_disk_under_the_log_ends_a_run_with_one_line(data, tmp_path, monkeypatch):
+    def fill(number, loss):
+        if number == 3:
+            (tmp_path / "log.jsonl").unlink()
+            (tmp_path / "log.jsonl").symlink_to("/dev/full")
+        return loss
+
+    on_forward(monkeypatch, fill)
+    why = "log.jsonl cannot be written, checkpoints are intact: No space left"
+    refuses(why, train, data, tmp_path, save_interval=1)
+    assert checkpoint(tmp_path)["step"] == 2
+
+
+def test_a_share_of_warm_up_stays_the_same_number_of_steps(data, tmp_path):
+    train(data, tmp_path / "run", max_iters=4, warmup_iters=0.5)
+    resume(tmp_path / "run", max_iters=40)
+    assert [h["resolved"]["warmup_iters"] for h in log_of(tmp_path / "run").headers] == [2, 2]
+
+
 def test_bad_steps_do_not_move_routers_and_experts(data, tmp_path, monkeypatch):
     """Scores that are not finite would all count as tokens that skip."""
     how = dict(mod_on="both", mod_rate=0.4, moe_experts=4, eval_interval=0, keep_interval=1)
@@ -1786,9 +1821,10 @@ BAD_INPUT = {
         ("--wsd_share=0.3 --schedule=cosine", "wsd_share=0.3 needs schedule='wsd'"),
         ("--n_head=3", "does not divide into n_head=3"), ("--n_kv_head=0", "must be at least 1"),
         ("--rope_base=0", "must be above 0"), ("--vocab_size=100", "set --vocab_size=257 or more"),
-        ("--block_size=30000", "shorter than one window"), ("--data_dir=/x", "/x holds no prepar"),
+        ("--block_size=30000", "no window of 30000 tokens"), ("--data_dir=/x", "/x holds no prep"),
         ("--total_batch_tokens=200", "do not divide over 1 ranks in sequences of 32 tokens"),
         ("--alpha_warmup_iters=9 --residual=lns", "alpha_warmup_iters=9 needs residual='nag'"),
+        ("--lora_rank=4 --embed_lr=0.1", "embed_lr=0.1 needs lora_rank=0"),
         ("--lora_rank=4", "a trained model"), ("--head_lr=1.0", "needs tied=False"),
         ("--gate_lr=1.0 --residual=prenorm", "has no gates"),
         ("--save_best=True --eval_interval=0", "needs eval_interval above 0"),
@@ -1804,6 +1840,7 @@ BAD_INPUT = {
         ("--checkpoint=x.pt", "x.pt: no such check"), ("--data_dir=/x", "/x holds no prepared"),
         ("--what=loss --text=nope.md", "text='nope.md': no such file"),
         ("--limit=3", "limit=3 is for tasks"),
+        ("--what=sample --context=8", "context=8 is for loss or depth or mod"),
         (f"--what=sample --text={HERE}/README.md", f"text='{HERE}/README.md' is for loss"),
         ("--what=loss --dtype=half", "must be auto, float32"), ("--mod_rate=1", "and below 1"),
         ("--batch_size=0", "above 0"), ("--context=0", "above 0"), ("--temperature=-1", "at least"),
@@ -2082,16 +2119,17 @@ def test_a_resumed_run_does_not_keep_the_old_file_on_the_disk(data, runs, tmp_pa
 
 
 @cases("changes, best", [
-    ({}, 0.5), ({"val_part": "tune"}, None), ({"eval_tokens": 256}, None),
+    ({"save_best": False}, 0.5), ({"val_part": "tune"}, None), ({"eval_tokens": 256}, None),
+    ({"save_best": True}, None),  # no file has the best of the run before
 ])  # fmt: skip
 def test_the_best_loss_counts_on_the_same_validation_text_only(data, runs, tmp_path, changes, best):
     """The saved best is lower than any loss of this run, so only a new comparison replaces it."""
     run = shutil.copytree(runs / "a", tmp_path / "run")
     resaved(lambda state: state | {"best_val_loss": 0.5})(run / "ckpt.pt")
-    resume(run, **{"max_iters": 7, "eval_interval": 7, "save_best": True} | changes)
+    resume(run, **{"max_iters": 7, "eval_interval": 7} | changes)
     last = log_of(run).val_losses[-1]
     assert last > 0.5 and checkpoint(run)["best_val_loss"] == (best or last)
-    assert (run / "ckpt_best.pt").exists() == (best is None)
+    assert (run / "ckpt_best.pt").exists() == ("save_best" in changes and best is None)
 
 
 def test_the_best_checkpoint_can_be_the_first(data, tmp_path):

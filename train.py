@@ -126,6 +126,8 @@ def check_settings():
         ("save_best=True", eval_interval > 0 or not save_best, "eval_interval above 0"),
         (f"{head_lr=}", not config.tied or given.get("head_lr") is None, "tied=False"),
         ("shard='fsdp'", world > 1 or shard != "fsdp", "several processes: use torchrun"),
+        (f"{embed_lr=}", not lora_rank or given.get("embed_lr") is None, "lora_rank=0"),
+        (f"{gate_lr=}", not lora_rank or given.get("gate_lr") is None, "lora_rank=0"),
         (f"{lora_rank=}", shard == "none" or not lora_rank, "shard='none'"),
         (f"{lora_rank=}", saved is not None or not lora_rank, "a trained model: give init_from"),
     )
@@ -186,10 +188,10 @@ def open_data():
     if data_dir is not None:
         train, val = (data.Windows(data_dir, split, T) for split in ("train", "val"))
         size = train.meta["vocab_size"]
-        if size > config.vocab_size:
-            fail(f"{data_dir} has token ids up to {size - 1}: set --vocab_size={size} or more")
         if meta is not None:
-            train.refuse_other_tokenizer(meta)
+            train.refuse_other_tokenizer(meta, config.vocab_size)
+        elif size > config.vocab_size:
+            fail(f"{data_dir} has token ids up to {size - 1}: set --vocab_size={size} or more")
         meta = meta if meta is not None and data.is_imported(meta) else train.meta
     elif sft_data is None:
         fail(f"{saved['path']} was imported without shards: give --sft_data or --data_dir")
@@ -262,14 +264,16 @@ if going_on:
     flops, expected_flops = saved["flops"], saved["expected_flops"]
 if resuming:
     run_id = saved["run_id"]
-    same = all(saved["settings"].get(k) == settings[k] for k in ("val_part", "eval_tokens"))
+    of_best = ("val_part", "eval_tokens", "save_best")
+    same = all(saved["settings"].get(k) == settings[k] for k in of_best)
     best_val_loss = saved["best_val_loss"] if same else math.inf
 if flops_budget is not None:
     max_iters = math.ceil(flops_budget / expected_flops)
 elif resuming and is_main and max_iters > saved["settings"]["max_iters"]:
-    print(f"the schedule now ends at step {max_iters}, so the learning rate rises again; to decay")
-    print("from the constant part of wsd instead, give a kept checkpoint as --branch_from")
-warmup_iters = round(warmup_iters * (max_iters if warmup_iters < 1 else 1))
+    print(f"the schedule now ends at step {max_iters}: a rate that had begun to fall rises again;")
+    print("to decay from the constant part of wsd instead, give a kept checkpoint as --branch_from")
+if 0 < warmup_iters < 1:  # in steps from now on, also for a run that resumes and takes longer
+    settings["warmup_iters"] = warmup_iters = round(warmup_iters * max_iters)
 
 origin = None if saved is None else saved["path"]
 saved = None  # frees the memory
@@ -320,7 +324,9 @@ def run_header():
         counts[key] = sum(model.get_parameter(n).numel() for n in names)
     if lora_rank:
         counts["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    rate_of = lambda group: rates.get(group, learning_rate) if counts[group] else None
+    learns = {n for n, p in model.named_parameters() if p.requires_grad}
+    trained = {key for key, names in model.param_groups().items() if learns.intersection(names)}
+    rate_of = lambda group: rates.get(group, learning_rate) if group in trained else None
     resolved = {
         "init_out": init_out(config), "hc_streams": config.hc_streams,
         "weight_decay": weight_decay, "warmup_iters": warmup_iters,
@@ -341,8 +347,11 @@ def run_header():
 
 def log(record):
     if is_main:
-        with open(log_path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        try:
+            with open(log_path, "a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:  # a full disk
+            fail(f"{log_path} cannot be written, checkpoints are intact: {error.strerror}")
         if wandb_log and "step" in record:
             wandb.log(record, step=record["step"])
 
@@ -662,17 +671,14 @@ while not finished() and not stopped:
         keep_best(record["val_loss"])
         if due(keep_interval):
             save("kept")
-        if save_now or due(save_interval) or stopped or finished():
-            save("newest")
+    if stopped or finished() or not bad_steps and (save_now or due(save_interval)):
+        save("newest")
 
-state = "not saved, because the last step was bad" if bad_steps else "saved"
 where = f"--out_dir={shlex.quote(out_dir)}"
 if is_main and stopped:
     launcher = "python" if world == 1 else f"torchrun --standalone --nproc_per_node={world}"
     command = f"{launcher} train.py {where} --init_from=resume"
-    print(f"stopped by a signal at step {step}, {state}; to continue: {command}")
-elif is_main and bad_steps:
-    print(f"the run ended at step {step}, {state}: the last good checkpoint is the newest")
+    print(f"stopped by a signal at step {step}, saved; to continue: {command}")
 elif is_main:
     path = os.path.join(out_dir, checkpoint.NEWEST)
     print(f"the run is complete, {path} is saved: python eval.py {where}")

@@ -1,10 +1,14 @@
-"""Fixtures of test_all.py, for the tests in this folder."""
+"""Fixtures of test_all.py, for the tests in this folder, and the order of the slow tests."""
 
 from test_all import data, over_ranks, quick_compiler, runs, texts
 
 __all__ = ["data", "over_ranks", "quick_compiler", "runs", "texts"]
 
+# Parts of names, the longest tests first: at the end, all processes would wait for a long one.
+LONG = ("documented_command", "follows_k", "resumes_on_any_number", "without_graph_breaks",
+        "inductor", "interpreter", "kill_9", "for_an_h100")  # fmt: skip
+
 
 def pytest_collection_modifyitems(items):
-    """The longest test first: at the end, one process would wait for it."""
-    items.sort(key=lambda item: item.name != "test_every_documented_command_runs_at_toy_size")
+    place = lambda item: next((i for i, part in enumerate(LONG) if part in item.nodeid), len(LONG))
+    items.sort(key=place)

@@ -232,6 +232,12 @@ def test_only_a_plain_pre_norm_model_is_converted(base, runs, tmp_path):
     refuses("imported without shards: give --data_dir", converts, path, out, residual="nag")
     torch.save(state | {"meta": state["meta"] | {"tokenizer_sha256": "another"}}, path)
     refuses("was trained with another tokenizer", converts, path, out, residual="nag")
+    unknown = {"meta": state["meta"] | {"tokenizer_sha256": None}}
+    small = {"model": {**state["model"]}, "config": state["config"] | {"vocab_size": 64}}
+    for name in ("embed.weight", "head.weight"):
+        small["model"][name] = state["model"][name][:64]
+    torch.save(state | unknown | small, path)
+    refuses("has more token ids than the model", converts, path, out, residual="nag")
     assert not out.exists()
 
 

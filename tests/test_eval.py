@@ -315,6 +315,7 @@ def test_choices_score_the_same_one_by_one(residual):
     pairs = [(question, ids(n)) for question in questions for n in (1, 4, 2, 9)]
     predictions = lambda ids: model(torch.tensor([ids]))[0][0, :, :60].detach().log_softmax(-1)
     pairs.append((questions[2], [predictions(questions[2])[-1].argmax().item()]))
+    pairs += [([7], ids(1 + n % 3)) for n in range(20)]  # more than are scored at once
     for batch_size in (1, 4):
         scores = tasks.score_choices(model, pairs, batch_size, 60, "cpu")
         for (context, continuation), (total, greedy) in zip(pairs, scores):
@@ -323,7 +324,7 @@ def test_choices_score_the_same_one_by_one(residual):
             expected = logp[range(n), continuation].sum().item()
             assert total == pytest.approx(expected, abs=1e-4 * n)
             assert greedy == (logp.argmax(-1).tolist() == continuation)
-    assert scores[-1][1]
+    assert scores[24][1]
     for continuation, message in (([2] * 33, "33 tokens does not fit"), ([], "0 tokens")):
         with pytest.raises(SystemExit, match=f"an answer of {message}"):
             tasks.score_choices(model, [([1], continuation)], 1, 60, "cpu")

@@ -119,15 +119,19 @@ def test_prepare_process_accepts_any_name_of_a_gpu(monkeypatch, device, index):
 
 
 def test_auto_takes_the_best_device_there_is(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for cuda, mps, best in ((True, False, "cuda:1"), (False, True, "mps"), (False, False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=cuda: there)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=mps: there)
         assert str(machine.pick_device("auto", local_rank=1)) == best
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert str(machine.pick_device("cuda:1")) == "cuda:1"
     with pytest.raises(SystemExit, match="device='cuda:2': torch sees 2 CUDA devices"):
         machine.pick_device("cuda:2")
+    with pytest.raises(SystemExit, match="device='cuda:2': torch sees 2 CUDA devices"):
+        machine.pick_device("auto", local_rank=2)
+    with pytest.raises(SystemExit, match="several processes need --device=cuda, one GPU each"):
+        machine.pick_device("cuda:0", local_rank=1)
     assert machine.pick_dtype("auto", "mps") == "float32" and not machine.can_compile("mps")
     for name in ("eval.py", "bench.py", "train.py"):
         assert '\ndevice = "auto"' in open(os.path.join(HERE, name)).read()

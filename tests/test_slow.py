@@ -346,6 +346,11 @@ def test_the_scores_of_the_harness_equal_those_of_a_loop(runs, tmp_path, monkeyp
     assert rolling["byte_perplexity,none"] == pytest.approx(math.exp(-nats / length), rel=1e-5)
     half = evaluated(run, "tasks", tasks="tiny_choice", limit=2, num_fewshot=0, **how)["tasks"]
     assert half["tiny_choice"]["acc,none"] in (0, 0.5, 1)
+    asked, none = {}, lambda *_, **options: asked.update(options) or {"results": {}}
+    with monkeypatch.context() as patch:
+        patch.setattr("lm_eval.simple_evaluate", none)
+        evaluated(run, "tasks", tasks="tiny_choice", seed=5, **how)
+    assert [value for key, value in asked.items() if key.endswith("seed")] == [5] * 4
     refuses("no chioce; there is tiny_choice", evaluated, run, "tasks", tasks="chioce", **how)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     refuses("pip install lm-eval", evaluated, run, "tasks")
