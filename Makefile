@@ -3,6 +3,7 @@
 PYTHON ?= python3
 ARGS ?=
 RUN = .venv/bin/python
+ENV = OMP_NUM_THREADS=1 TORCH_WARM_POOL=0# without processes that would compile for a GPU
 DEVELOPMENT = pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.17.6 scipy==1.17.1
 OTHERS = lm-eval==0.4.13 transformers==5.23.0 safetensors==0.8.0 tokenizers==0.23.3 \
 	accelerate==1.15.0 "triton==3.9.0; sys_platform == 'linux'"
@@ -14,10 +15,10 @@ train: .venv/ready
 	$(RUN) eval.py --out_dir=out/default --what=sample
 
 test: .venv/ready-to-test
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto -m "not slow"
+	$(ENV) $(RUN) -m pytest -q -n auto -m "not slow"
 
 slow: .venv/ready-for-slow
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxschedchunk=1 -m slow
+	$(ENV) $(RUN) -m pytest -q -n auto --maxschedchunk=1 -m slow
 
 lint: .venv/ready-to-test
 	$(RUN) -m ruff check .

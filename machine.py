@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -194,6 +194,7 @@ def peak_memory_gb(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
+@cache
 def commit():
     """The git commit of this directory, +changes if its code differs; empty without git."""
     if shutil.which("git") is None:

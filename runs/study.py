@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -133,8 +133,13 @@ def files_of(study):
 
 def read(study):
     """The lines of a study. Skips a line that a kill has cut."""
-    texts = [path.read_text() for path in files_of(study) if path.exists()]
-    lines = [parsed(line) for text in texts for line in text.splitlines()]
+    states = [(path, path.stat()) for path in files_of(study) if path.exists()]
+    return [line for path, at in states for line in lines_in(path, at.st_size, at.st_mtime_ns)]
+
+
+@lru_cache(32)  # tables.py reads the same files hundreds of times
+def lines_in(path, *state):
+    lines = map(parsed, path.read_text().splitlines())
     return [line for line in lines if line is not None]
 
 
@@ -144,7 +149,6 @@ def finished(study):
     return {(line["key"], line["data"], line["computes"]): line for line in lines}
 
 
-@cache  # tables.py reads the same lines hundreds of times
 def parsed(line):
     try:
         return json.loads(line)

@@ -193,6 +193,7 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(
     sft = dict(init_from=base, sft_data=write_conversations(chat), learning_rate=3e-2, max_iters=20)
     sft |= dict(
         block_size=64,
+        batch_size=32,
         total_batch_tokens=2048,
         eval_interval=10,
         eval_tokens=512,

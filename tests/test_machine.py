@@ -33,12 +33,13 @@ from model import GPT, RESIDUALS, GPTConfig
 from test_all import (
     EXTRAS,
     HERE,
+    PRELOAD,
     TINY,
     assert_close,
     cases,
     evaluated,
+    few,
     log_of,
-    of_two_streams,
     on_forward,
     refuses,
     slow,
@@ -256,7 +257,7 @@ def steps_on_another_device(modes):
         routed = dict(mod_on="both", mod_rate=0.4, mod_router=router)
         for more in (EXTRAS | {"moe_experts": 4, "tied": False, "bias": True}, routed):
             try:
-                model = GPT(GPTConfig(**TINY | of_two_streams(mode) | more))
+                model = GPT(GPTConfig(**TINY | few(mode) | more))
             except ValueError as error:
                 assert "does not use" in str(error)
                 continue
@@ -288,7 +289,9 @@ def step_on_another_device(model, empty, generates):
 
 
 def test_no_mode_mixes_the_cpu_with_another_device():
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # a new device stays for good
+    forks = get_context("forkserver")
+    forks.set_forkserver_preload(PRELOAD)
+    with ProcessPoolExecutor(1, forks) as pool:  # a new device stays for good
         assert pool.submit(steps_on_another_device, [*RESIDUALS]).result() == {}
 
 
@@ -347,7 +350,7 @@ def test_bench_compares_a_mode_with_itself_only_once_and_needs_a_compiler(tmp_pa
     with pytest.raises(SystemExit, match="on a CPU it needs Linux"):
         run_bench("--quick=True", **how, what="forward")
     whole = run_bench("--quick=True", **how, what="memory")["memory"]  # it does not compile
-    least = run_bench("--recompute=True", **how, what="memory")["memory"]
+    least = run_bench("--quick=True", "--recompute=True", **how, what="memory")["memory"]
     assert least["nag"]["peak"] < whole["nag"]["peak"]
 
 

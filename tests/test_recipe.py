@@ -16,7 +16,18 @@ import mod
 import model as model_file
 import muon
 from attention import cpu_attention
-from test_all import EXTRAS, MOD, assert_close, cases, free_port, routed, some_ids, tiny, train
+from test_all import (
+    EXTRAS,
+    MOD,
+    PRELOAD,
+    assert_close,
+    cases,
+    free_port,
+    routed,
+    some_ids,
+    tiny,
+    train,
+)
 
 EXACT = ((15 / 8, -10 / 8, 3 / 8),) * 20  # converges to 1 from any singular value below 1.5
 SHAPES = [(16, 16), (8, 40), (40, 8), (12, 20)]
@@ -94,7 +105,9 @@ def sharded_steps(rank, port, path):
 
 
 def test_each_rank_of_fsdp_orthogonalises_a_part_of_the_matrices(tmp_path):
-    torch.multiprocessing.spawn(sharded_steps, (free_port(), str(tmp_path)), nprocs=2)
+    torch.multiprocessing.set_forkserver_preload(PRELOAD)
+    start, how = torch.multiprocessing.start_processes, (free_port(), str(tmp_path))
+    start(sharded_steps, how, nprocs=2, start_method="forkserver")
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert [each["counts"] for each in found] == [[2, 1] * 2, [1] * 2]
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ import re
 import runpy
 import statistics
 import sys
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -798,6 +798,12 @@ def test_an_unknown_mark_is_an_error_that_lists_the_known_ones(mark, message):
         tables.filled(f"Text {mark} text\n")
 
 
+def empty_caches(monkeypatch):
+    """Empty ones, until the test ends: what other tests have in them stays."""
+    for name in ("judged", "compared", "table_of"):
+        monkeypatch.setattr(tables, name, cache(getattr(tables, name).__wrapped__))
+
+
 def test_a_mode_with_a_setting_has_a_row_once_its_runs_have_finished(place, monkeypatch):
     """Fabricated runs, in a temporary folder."""
 
@@ -820,13 +826,10 @@ def test_a_mode_with_a_setting_has_a_row_once_its_runs_have_finished(place, monk
     for change, rows in (({}, ["ihc"]), ({"hc_streams": 4}, ["ihc", "ihc, 4 streams"])):
         judge_now("prenorm", {})
         judge_now("ihc", change)
-        for each in (tables.judged, tables.compared):
-            each.cache_clear()
+        empty_caches(monkeypatch)
         table = tables.modes("muon")[1]
         assert sorted(row[0] for row in table[3:]) == rows
         assert all(row[7] == "1.20" for row in table[3:])
-    for each in (tables.judged, tables.compared):
-        each.cache_clear()
 
 
 @pytest.fixture
@@ -836,14 +839,9 @@ def toy_mode(monkeypatch):
     class Toy(RESIDUALS["prenorm"]):
         pass
 
-    caches = (tables.judged, tables.compared, tables.table_of)
-    for each in caches:
-        each.cache_clear()
+    empty_caches(monkeypatch)
     monkeypatch.setitem(RESIDUALS, "toy", Toy)
     monkeypatch.setitem(tables.JUDGED, "toy", ("toy", {}))
-    yield
-    for each in caches:
-        each.cache_clear()
 
 
 def test_a_design_without_results_changes_only_the_number_of_designs(toy_mode):
