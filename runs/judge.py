@@ -68,7 +68,7 @@ FACTORS = {  # multiples of a rate's default; each list is tried until one does 
 }
 LENGTHS = (0.7, 1.4, 2.0, 2.8, 4.0)  # lengths of extra baseline runs, as shares of the whole
 # A rehearsal changes these, beside TOY.
-FEW = {"seeds": 2, "LENGTHS": (0.7, 2.8), "FACTORS": {"gate_lr": ((4,),), "embed_lr": ((1 / 4,),)}}
+FEW = {"seeds": 2, "LENGTHS": (2.8,), "FACTORS": {"gate_lr": ((4,),), "embed_lr": ((1 / 4,),)}}
 FEW |= {"TUNING": TUNING[:1]}
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
 LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
