@@ -916,8 +916,9 @@ def test_sentences_written_by_hand_agree_with_the_results():
     fact = tables.number("facts", "ihc, longer, at equal steps", "value")
     gap, half = map(float, fact.split(" ± "))
     assert gap < -half  # "at equal steps, better"
-    assert tables.number("english", "ihc", "verdict at equal time") == "undecided"
-    assert tables.number("english", "ihc", "verdict") == "better"
+    for mode in ("ihc", "wide"):
+        assert tables.number("english", mode, "verdict at equal time") == "undecided"
+        assert tables.number("english", mode, "verdict") == "better"
     for column, word in (("verdict", "better"), ("verdict at equal time", "undecided")):
         assert tables.number("wider", "nag", column) == word
         assert tables.number("wider", "wide", column) == word
