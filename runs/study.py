@@ -51,6 +51,7 @@ OF_PLACE = set(
     "data_dir out_dir log_interval save_interval keep_interval save_best wandb_log "
     "device loss_chunk recompute shard".split()
 )
+TIMED = ("loss_chunk", "recompute")  # those of them that change the time of a step
 NAMED = {"residual", "seed", "max_iters", "eval_interval", "learning_rate", "val_part"}
 record = False  # keep results in results/, and read no others
 PER_GPU = 1  # runs that a GPU trains at a time; more are faster if the model is small
@@ -435,6 +436,7 @@ def probe(settings, steps=30):
     """
     brief = settings | {"max_iters": steps, "eval_interval": steps, "log_interval": 5}
     folder = ROOT / "out" / "study" / f"probe-{os.getpid()}"
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed process with this number
 
     def measured(i):
         began = time.monotonic()
@@ -471,9 +473,9 @@ def race(study, runs, measure=True, threads=1):
 
     The ratio is seconds per token over the first run's. Runs take turns in this process, STEPS
     steps at a time; keep the machine quiet. Results are kept as lines with "race", both keys, and
-    "ratio". measure=False: return only kept results, which must be of one kind of device.
+    "ratio". measure=False: return only kept results, which must be of one kind of machine.
     """
-    names = [key(settings) for settings in runs.values()]
+    names = [timed(settings) for settings in runs.values()]
     pairs = {name: (names[0], other) for name, other in zip(runs, names)}
     lines = [line for line in read(study) if tuple(line.get("race", ())) in pairs.values()]
     lines = [line for line in lines if line["threads"] == threads]
@@ -482,8 +484,8 @@ def race(study, runs, measure=True, threads=1):
         device = machine.pick_device(DEFAULTS["device"])
         here = {"computes": computes, "machine": machine.device_name(device)}
         lines = [line for line in lines if here.items() <= line.items()]
-    elif len({line["computes"] for line in lines}) > 1:
-        raise SystemExit(f"{study}: its times have different devices, dtypes or compilation")
+    elif len({(line["machine"], line["computes"]) for line in lines}) > 1:
+        raise SystemExit(f"{study}: its times are of different machines, dtypes or compilation")
     known = {tuple(line["race"]): line["ratio"] for line in lines}
     missing = [name for name, pair in pairs.items() if pair not in known]
     if missing and measure:
@@ -504,6 +506,12 @@ def race(study, runs, measure=True, threads=1):
             given = [changed(settings[each]) for each in (first, name)]
             append(study, {"race": pairs[name], "runs": given, "ratio": ratio} | where)
     return {name: known[pair] for name, pair in pairs.items() if pair in known}
+
+
+def timed(settings):
+    """The key of a run, and those settings that change only the time of its steps."""
+    own = {k: v for k, v in settings.items() if k in TIMED and v != DEFAULTS[k]}
+    return f"{key(settings)} {written(own)}".strip()
 
 
 def tokens_of(full):

@@ -138,7 +138,7 @@ def modes(place):
     found = compared(place)
     least_certain = lambda gaps, n: max(gaps, key=lambda gap: stats.p_value(gap, n))
     of_steps = {each["mode"]: (each["steps"], each["n"]) for each in found if each["steps"]}
-    of_time = {each["mode"]: (least_certain(each["times"], each["n"]), each["n"])
+    of_time = {each["mode"]: (least_certain(each["times"], each["timed"]), each["timed"])
                for each in found if each["times"]}  # fmt: skip
     at_steps, at_time = stats.holm(of_steps), stats.holm(of_time)
     head = ["mode", "seeds", *judge.HEAD[2:5], "after Holm", *judge.HEAD[5:-1]]
@@ -191,7 +191,8 @@ def compared_in_several_places(words):
 def judge_facts():
     """How many modes have each verdict, and what could have been found."""
     head, rows = table_of("modes")
-    words = dict(zip(head, zip(*rows[3:])))  # without the baseline
+    rivals = [row for row in rows if row[0].split()[0] != BASELINE]
+    words = dict(zip(head, zip(*rivals)))
     for word in ("better", "worse", "undecided"):
         yield f"verdict: {word}", sum(cell.startswith(word) for cell in words["verdict"])
     yield "after Holm: worse", words["after Holm"].count("worse")
@@ -302,6 +303,8 @@ def at_size():
             ours = judged_lines(optimizer, each["mode"])
             flops = flops_of_step(ours) / flops_of_step(theirs[1.0])
             by_seed = stats.differences_at(flops, losses_of(ours), by_length)
+            if math.inf in by_seed:
+                continue
             gaps[each["mode"]] = stats.interval(by_seed), len(by_seed)
             if each["mode"] in better:
                 params = each["params"] / theirs[1.0][0]["params"]

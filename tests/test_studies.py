@@ -652,11 +652,15 @@ def test_times_with_other_threads_or_on_another_cpu_are_kept_apart(place, monkey
     try:
         found = [study.race("judge", runs, threads=n)["other"] for n in (1, 2, 1, 2)]
         assert used == [1, 2]
+        study.race("judge", {name: run | {"recompute": True} for name, run in runs.items()})
+        assert used == [1, 2, 1]
         monkeypatch.setattr(study.machine, "device_name", lambda device: "another CPU")
         study.race("judge", runs)
     finally:
         torch.set_num_threads(usual)
-    assert used == [1, 2, 1]
+    assert used == [1, 2, 1, 1]
+    with pytest.raises(SystemExit, match="its times are of different machines"):
+        study.race("judge", runs, measure=False)
     assert [ratio for _, ratio, _ in found] == pytest.approx([1.1, 1.2, 1.1, 1.2])
 
 
@@ -816,7 +820,8 @@ def test_a_mode_with_a_setting_has_a_row_once_its_runs_have_finished(place, monk
         "prenorm": ("prenorm", {}), "ihc": ("ihc", {}), "ihc, 4 streams": ("ihc", {"hc_streams": 4})
     })  # fmt: skip
     scale, lines_of = tables.scale_of("muon"), partial(study.run, "judge")
-    time = {"computes": study.place(scale)["computes"], "ratio": [1.1, 1.2, 1.3], "threads": 1}
+    time = {"computes": study.place(scale)["computes"], "ratio": [1.1, 1.2, 1.3]}
+    time |= {"threads": 1, "machine": "a CPU"}
 
     def judge_now(mode, change):
         judge.train(scale | change, mode, lines_of, 5, judge.LENGTHS[:3])
