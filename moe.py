@@ -41,12 +41,15 @@ def spans(ends):
     return enumerate(zip([0, *ends], ends))
 
 
-@torch.library.custom_op("residual::grouped_loop", mutates_args=())
+EAGER = dict(mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))  # ops that sync
+
+
+@torch.library.custom_op("residual::grouped_loop", **EAGER)
 def grouped_loop(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([x[a:b] @ w[e].T for e, (a, b) in spans(ends)])
 
 
-@torch.library.custom_op("residual::grouped_outer", mutates_args=())
+@torch.library.custom_op("residual::grouped_outer", **EAGER)
 def grouped_outer(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """The gradient of w: y^T x of every group, (E, O, I)."""
     return torch.stack([y[a:b].T @ x[a:b] for _, (a, b) in spans(ends)])
@@ -103,7 +106,8 @@ class MoE(nn.Module):
             if self.by_loss:
                 share = counted / counted.sum().clamp(min=1)
                 penalty = RATE * self.E * (share * mean).sum()  # Eq. 4
-                # recomputation runs this again, but must keep the first penalty
+                # recomputation runs this again, but must keep the first penalty. Compiled, it would
+                # be another graph: train.py refuses that
                 self.penalty = penalty if self.penalty is None else self.penalty
         y = self.run_experts(x, order, w, load).view(h.shape)
         return y if self.shared is None else y + self.shared(h)

@@ -117,6 +117,7 @@ def check_settings():
     check(settings, RULES)
     mode = RESIDUALS.get(config.residual)  # None: GPT refuses an unknown name
     turns = mode is not None and mode.rotates
+    by_loss = config.moe_experts > 0 and config.moe_balance == "loss"
     budget_decides = flops_budget is not None and "flops_budget" not in given  # a checkpoint's
     needs = (  # (what is asked for, whether it is possible, what it needs)
         (f"{alpha_warmup_iters=}", turns or not alpha_warmup_iters, "residual='nag'"),
@@ -129,6 +130,11 @@ def check_settings():
         (f"{embed_lr=}", not lora_rank or given.get("embed_lr") is None, "lora_rank=0"),
         (f"{gate_lr=}", not lora_rank or given.get("gate_lr") is None, "lora_rank=0"),
         (f"{lora_rank=}", shard == "none" or not lora_rank, "shard='none'"),
+        (
+            "recompute=True",
+            not (recompute and compile and by_loss),
+            "moe_balance='bias' or no compile",
+        ),
         (f"{lora_rank=}", saved is not None or not lora_rank, "a trained model: give init_from"),
     )
     for asked, possible, needed in needs:

@@ -6,19 +6,23 @@ torchrun --standalone --nproc_per_node=8 train.py config/nag_replication_broken.
 
 Same as the replication: 64 blocks of width 640, heads of 128, normalised queries and keys, ReLU
 squared in the MLP, untied embedding with standard deviation 0.8, output projections that start at
-zero, logits divided by d, all gains starting at zero, Muon for the matrices, the learning rates of
-embedding and head. The learning rate has 40 steps of warm-up, is constant, and falls linearly to 5%
-over the last 65%.
+zero, logits divided by d, all gains starting at zero, Muon for the matrices, rotary base 100,000.
+The learning rate has 40 steps of warm-up, is constant, and falls linearly to 5% over the last 65%.
 
 Different:
 - Start of the up projection: 0.63 / sqrt(d) here, 0.4 / sqrt(d) there.
 - Start of the linears: Xavier normal here, uniform with standard deviation 1 / sqrt(d) there.
-- Learning rate of the matrices: 0.004 here, with Muon's updates matched to AdamW's; 0.012 there.
-- Weight decay: 0.1 here, cautious and falling to zero there.
-- Queries and keys: multiplied by 1.2 after their norm there, not here.
+- Learning rate of the matrices: 0.004 here, with Muon's updates matched to AdamW's; 0.012 there,
+  times 1.41 for the batch.
+- Learning rate of embedding and head: 0.18 and 0.006; there 1.55 times as much.
+- Weight decay: 0.1 here, for the embedding too; there cautious and falling to zero for matrices,
+  and 0.001 for the embedding.
+- Muon: momentum 0.95 here; 0.85 to 0.97 there, and a variance of its updates. No clipping there.
+- Queries and keys: normed after the rotation, without gains, and multiplied by 1.2 there.
 - Embedding and head: centred and scaled after each step there; here the head's rows as they are
   read, and the embedding as it is read.
-- AdamW for the gates: (0.8, 0.95) and epsilon 1e-10 there; the betas of model.py here.
+- AdamW: (0.8, 0.95) for the gates, (0.8, 0.995) and (0.8, 0.96) for embedding and head, and epsilon
+  1e-10 there; the betas of model.py here.
 - Data: C4 with gpt2's tokenizer, context 1024 and 2^19 tokens a step here; ClimbMix with 32768
   token ids, context 2048 and 2^20 tokens a step there.
 - Length: max_iters here. The replication stopped at 3e19 FLOPs, after 9.9e9 tokens.
@@ -41,6 +45,7 @@ block_size = 1024
 vocab_size = 50304
 activation = "relu2"
 qk_norm = True
+rope_base = 100000.0
 tied = False
 init = "xavier"
 init_scale = 0.8

@@ -1,5 +1,6 @@
 """
-Fine-tune on the 1000 conversations of LIMA with adapters of rank 8, as in the BHyT paper:
+Fine-tune on the 1000 conversations of LIMA with adapters of rank 8, as in the BHyT paper (on the
+attention; its release also adapts the MLP):
 python train.py config/sft_lima.py --init_from=out/llama_1b --out_dir=out/sft
 For a 1B model this is about 3 epochs. The learning rate is that of the base's training, 3e-4 for
 llama_1b.py; the paper tries 1e-7 to 1e-4.
