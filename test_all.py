@@ -1830,7 +1830,7 @@ BAD_INPUT = {
         ("--block_size=30000", "no window of 30000 tokens"), ("--data_dir=/x", "/x holds no prep"),
         ("--total_batch_tokens=200", "do not divide over 1 ranks in sequences of 32 tokens"),
         ("--alpha_warmup_iters=9 --residual=lns", "alpha_warmup_iters=9 needs residual='nag'"),
-        ("--recompute=True --compile=True --moe_experts=4 --moe_balance=loss", "recompute=True needs"),
+        ("--recompute=True --compile=True --moe_experts=4 --moe_balance=loss", "needs moe_balance"),
         ("--lora_rank=4 --embed_lr=0.1", "embed_lr=0.1 needs lora_rank=0"),
         ("--lora_rank=4", "a trained model"), ("--head_lr=1.0", "needs tied=False"),
         ("--gate_lr=1.0 --residual=prenorm", "has no gates"),

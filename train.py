@@ -130,11 +130,7 @@ def check_settings():
         (f"{embed_lr=}", not lora_rank or given.get("embed_lr") is None, "lora_rank=0"),
         (f"{gate_lr=}", not lora_rank or given.get("gate_lr") is None, "lora_rank=0"),
         (f"{lora_rank=}", shard == "none" or not lora_rank, "shard='none'"),
-        (
-            "recompute=True",
-            not (recompute and compile and by_loss),
-            "moe_balance='bias' or no compile",
-        ),
+        ("recompute=True", not (recompute and compile and by_loss), "moe_balance='bias'"),
         (f"{lora_rank=}", saved is not None or not lora_rank, "a trained model: give init_from"),
     )
     for asked, possible, needed in needs:
