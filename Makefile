@@ -3,7 +3,8 @@
 PYTHON ?= python3
 ARGS ?=
 RUN = .venv/bin/python
-ENV = OMP_NUM_THREADS=1 TORCH_WARM_POOL=0# without processes that would compile for a GPU
+# TORCH_WARM_POOL=0: without processes that would compile for a GPU
+ENV = OMP_NUM_THREADS=1 TORCH_WARM_POOL=0
 DEVELOPMENT = pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.17.6 scipy==1.17.1
 OTHERS = lm-eval==0.4.13 transformers==5.23.0 safetensors==0.8.0 tokenizers==0.23.3 \
 	accelerate==1.15.0 "triton==3.9.0; sys_platform == 'linux'"

@@ -42,7 +42,7 @@ data_dir: str | None = None  # nag: folder with shards of text; None: that of th
 seed = 1337  # nag: seed of the weights that pre-norm does not have
 
 TOKENS = 8192  # of text, for Eqs. 3 and 4
-LONGEST = 1024  # tokens of a window of it: Eq. 4 keeps the logits of a window
+LONGEST = 1024  # tokens of its longest window: Eq. 4 keeps the logits of a window
 
 
 def to_bhyt(model, source, batches):

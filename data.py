@@ -309,7 +309,7 @@ def read_documents(path, column="text"):
     try:
         records = read_hub(path, load) if on_hub else load()
         yield from column_of(records, column, path)
-    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:  # not UTF-8, cut short
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:  # damaged or cut short
         raise SystemExit(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
 
 
@@ -429,7 +429,7 @@ class Windows:
         return int(self.ends[-1])
 
     def refuse_other_tokenizer(self, meta, vocab_size):
-        """Exit with a message if the checkpoint with this meta has another tokenizer."""
+        """Exit with a message unless a model with this meta and vocab_size reads these tokens."""
         if meta["tokenizer_sha256"] not in (None, self.meta["tokenizer_sha256"]):
             raise SystemExit(f"{self.directory}: the checkpoint was trained with another tokenizer")
         if self.meta["vocab_size"] > vocab_size:

@@ -310,7 +310,7 @@ def choose_parts(model, settings, given, has_shards):
     elif not has_text and reads:
         raise SystemExit(f"{', '.join(reads)}: this model has no shards: give --text or --data_dir")
     used_by = dict.fromkeys(("tasks", "task_dir", "limit", "num_fewshot"), ("tasks",))
-    used_by |= dict.fromkeys(("text", "context"), ("loss", "depth", "mod"))
+    used_by["text"] = ("loss", "depth", "mod")
     for key, users in used_by.items():
         if settings[key] is not None and not set(users) & set(parts):
             raise SystemExit(f"{key}={settings[key]!r} is for {' or '.join(users)}, not {what=}")

@@ -106,8 +106,8 @@ class MoE(nn.Module):
             if self.by_loss:
                 share = counted / counted.sum().clamp(min=1)
                 penalty = RATE * self.E * (share * mean).sum()  # Eq. 4
-                # recomputation runs this again, but must keep the first penalty. Compiled, it would
-                # be another graph: train.py refuses that
+                # recomputation runs this again, but must keep the first penalty. Compiled, the
+                # second run would need another graph: train.py refuses that
                 self.penalty = penalty if self.penalty is None else self.penalty
         y = self.run_experts(x, order, w, load).view(h.shape)
         return y if self.shared is None else y + self.shared(h)

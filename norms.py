@@ -518,6 +518,7 @@ class X0Mix(PreNorm):
         if self.mix is not None:
             x_0, x = stream.sources[0], stream.x
             sources = (x_0, x) if self.after_middle else stream.sources
+            # slices: with self.mix[0], a number, bfloat16 would not become float32
             x = (self.mix[:1] * x + self.mix[1:] * x_0).to(x.dtype)  # Eq. 10
             stream = stream.replace(x=x, sources=sources)
         return self.norm(stream.x), stream

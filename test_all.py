@@ -1830,7 +1830,8 @@ BAD_INPUT = {
         ("--block_size=30000", "no window of 30000 tokens"), ("--data_dir=/x", "/x holds no prep"),
         ("--total_batch_tokens=200", "do not divide over 1 ranks in sequences of 32 tokens"),
         ("--alpha_warmup_iters=9 --residual=lns", "alpha_warmup_iters=9 needs residual='nag'"),
-        ("--recompute=True --compile=True --moe_experts=4 --moe_balance=loss", "needs moe_balance"),
+        ("--recompute=True --compile=True --moe_experts=4 --moe_balance=loss",
+         "recompute=True needs compile=False or moe_balance='bias'"),
         ("--lora_rank=4 --embed_lr=0.1", "embed_lr=0.1 needs lora_rank=0"),
         ("--lora_rank=4", "a trained model"), ("--head_lr=1.0", "needs tied=False"),
         ("--gate_lr=1.0 --residual=prenorm", "has no gates"),
@@ -1847,7 +1848,6 @@ BAD_INPUT = {
         ("--checkpoint=x.pt", "x.pt: no such check"), ("--data_dir=/x", "/x holds no prepared"),
         ("--what=loss --text=nope.md", "text='nope.md': no such file"),
         ("--limit=3", "limit=3 is for tasks"),
-        ("--what=sample --context=8", "context=8 is for loss or depth or mod"),
         (f"--what=sample --text={HERE}/README.md", f"text='{HERE}/README.md' is for loss"),
         ("--what=loss --dtype=half", "must be auto, float32"), ("--mod_rate=1", "and below 1"),
         ("--batch_size=0", "above 0"), ("--context=0", "above 0"), ("--temperature=-1", "at least"),
@@ -2125,18 +2125,21 @@ def test_a_resumed_run_does_not_keep_the_old_file_on_the_disk(data, runs, tmp_pa
     assert names["step"] == 7 and str(run) not in open("/proc/self/maps").read()
 
 
-@cases("changes, best", [
-    ({"save_best": False}, 0.5), ({"val_part": "tune"}, None), ({"eval_tokens": 256}, None),
-    ({"save_best": True}, None),  # no file has the best of the run before
+@cases("before, changes, best", [
+    (True, {}, 0.5), (True, {"val_part": "tune"}, None), (True, {"eval_tokens": 256}, None),
+    (False, {"save_best": True}, None),  # no file has the best of the run before
 ])  # fmt: skip
-def test_the_best_loss_counts_on_the_same_validation_text_only(data, runs, tmp_path, changes, best):
-    """The saved best is lower than any loss of this run, so only a new comparison replaces it."""
+def test_the_best_loss_counts_on_the_same_text_and_if_it_was_saved(
+    data, runs, tmp_path, before, changes, best
+):
+    """The best so far is lower than any loss of this run, so only a new comparison replaces it."""
     run = shutil.copytree(runs / "a", tmp_path / "run")
-    resaved(lambda state: state | {"best_val_loss": 0.5})(run / "ckpt.pt")
-    resume(run, **{"max_iters": 7, "eval_interval": 7} | changes)
+    old = lambda state: {"settings": state["settings"] | {"save_best": before}}
+    resaved(lambda state: state | {"best_val_loss": 0.5} | old(state))(run / "ckpt.pt")
+    resume(run, max_iters=7, eval_interval=7, **changes)
     last = log_of(run).val_losses[-1]
     assert last > 0.5 and checkpoint(run)["best_val_loss"] == (best or last)
-    assert (run / "ckpt_best.pt").exists() == ("save_best" in changes and best is None)
+    assert (run / "ckpt_best.pt").exists() == (best is None)
 
 
 def test_the_best_checkpoint_can_be_the_first(data, tmp_path):

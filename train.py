@@ -117,7 +117,7 @@ def check_settings():
     check(settings, RULES)
     mode = RESIDUALS.get(config.residual)  # None: GPT refuses an unknown name
     turns = mode is not None and mode.rotates
-    by_loss = config.moe_experts > 0 and config.moe_balance == "loss"
+    by_loss = compile and config.moe_experts > 0 and config.moe_balance == "loss"
     budget_decides = flops_budget is not None and "flops_budget" not in given  # a checkpoint's
     needs = (  # (what is asked for, whether it is possible, what it needs)
         (f"{alpha_warmup_iters=}", turns or not alpha_warmup_iters, "residual='nag'"),
@@ -127,10 +127,11 @@ def check_settings():
         ("save_best=True", eval_interval > 0 or not save_best, "eval_interval above 0"),
         (f"{head_lr=}", not config.tied or given.get("head_lr") is None, "tied=False"),
         ("shard='fsdp'", world > 1 or shard != "fsdp", "several processes: use torchrun"),
+        ("recompute=True", not (recompute and by_loss), "compile=False or moe_balance='bias'"),
         (f"{embed_lr=}", not lora_rank or given.get("embed_lr") is None, "lora_rank=0"),
+        (f"{head_lr=}", not lora_rank or given.get("head_lr") is None, "lora_rank=0"),
         (f"{gate_lr=}", not lora_rank or given.get("gate_lr") is None, "lora_rank=0"),
         (f"{lora_rank=}", shard == "none" or not lora_rank, "shard='none'"),
-        ("recompute=True", not (recompute and compile and by_loss), "moe_balance='bias'"),
         (f"{lora_rank=}", saved is not None or not lora_rank, "a trained model: give init_from"),
     )
     for asked, possible, needed in needs:
@@ -275,7 +276,8 @@ elif resuming and is_main and max_iters > saved["settings"]["max_iters"]:
     print(f"the schedule now ends at step {max_iters}: a rate that had begun to fall rises again;")
     print("to decay from the constant part of wsd instead, give a kept checkpoint as --branch_from")
 if 0 < warmup_iters < 1:  # in steps from now on, also for a run that resumes and takes longer
-    settings["warmup_iters"] = warmup_iters = round(warmup_iters * max_iters)
+    warmup_iters = settings["warmup_iters"] = round(warmup_iters * max_iters)
+warmup_iters = round(warmup_iters)
 
 origin = None if saved is None else saved["path"]
 saved = None  # frees the memory
@@ -322,13 +324,13 @@ def run_header():
     counts = {"all": model.num_params()}
     if experts:
         counts["active"] = model.num_params(active=True)
-    for key, names in model.param_groups().items():
+    groups = model.param_groups()
+    for key, names in groups.items():
         counts[key] = sum(model.get_parameter(n).numel() for n in names)
     if lora_rank:
         counts["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     learns = {n for n, p in model.named_parameters() if p.requires_grad}
-    trained = {key for key, names in model.param_groups().items() if learns.intersection(names)}
-    rate_of = lambda group: rates.get(group, learning_rate) if group in trained else None
+    rate_of = lambda key: rates.get(key, learning_rate) if learns & {*groups[key]} else None
     resolved = {
         "init_out": init_out(config), "hc_streams": config.hc_streams,
         "weight_decay": weight_decay, "warmup_iters": warmup_iters,

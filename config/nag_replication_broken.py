@@ -16,8 +16,10 @@ Different:
   times 1.41 for the batch.
 - Learning rate of embedding and head: 0.18 and 0.006; there 1.55 times as much.
 - Weight decay: 0.1 here, for the embedding too; there cautious and falling to zero for matrices,
-  and 0.001 for the embedding.
-- Muon: momentum 0.95 here; 0.85 to 0.97 there, and a variance of its updates. No clipping there.
+  0.001 for the embedding and 0.01 for the head.
+- Muon: momentum from 0.85 to 0.95 here; there from 0.85 to 0.97, then down to 0.9, and a variance
+  of its updates.
+- Gradient: clipped here, not there.
 - Queries and keys: normed after the rotation, without gains, and multiplied by 1.2 there.
 - Embedding and head: centred and scaled after each step there; here the head's rows as they are
   read, and the embedding as it is read.

@@ -270,7 +270,7 @@ def compare(mode, choice, lines, theirs, ratios):
     """A mode beside the baseline: a dict of mode, choice, params, ratio; n, the number of pairs;
     loss, its mean; steps, the interval at equal steps; fragile, True or False;
     worth, how many times as many steps the baseline needs for the same loss, from length_of; times,
-    the intervals at the three ratios, of timed seeds; diverged, a text or None.
+    the intervals at the three ratios; timed, the number of seeds of each; diverged, a text or None.
 
     theirs: {length: lines of the baseline}. ratios: median_interval of the time ratio. At equal
     time, the baseline's loss is interpolated for each seed. times is empty if the baseline was not
@@ -295,7 +295,7 @@ def compare(mode, choice, lines, theirs, ratios):
     found["worth"] = length_of(ours, by_length)
     if min(by_length) <= ratios[0] and ratios[-1] <= max(by_length):
         by_ratio = [stats.differences_at(ratio, ours, by_length) for ratio in ratios]
-        found |= {"times": [*map(stats.interval, by_ratio)], "timed": min(map(len, by_ratio))}
+        found |= {"times": [*map(stats.interval, by_ratio)], "timed": [*map(len, by_ratio)]}
     return found
 
 

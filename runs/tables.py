@@ -136,9 +136,9 @@ def modes(place):
     At equal time the least certain of the intervals at the three ratios is corrected.
     """
     found = compared(place)
-    least_certain = lambda gaps, n: max(gaps, key=lambda gap: stats.p_value(gap, n))
+    least_certain = lambda pairs: max(pairs, key=lambda pair: stats.p_value(*pair))
     of_steps = {each["mode"]: (each["steps"], each["n"]) for each in found if each["steps"]}
-    of_time = {each["mode"]: (least_certain(each["times"], each["timed"]), each["timed"])
+    of_time = {each["mode"]: least_certain(zip(each["times"], each["timed"]))
                for each in found if each["times"]}  # fmt: skip
     at_steps, at_time = stats.holm(of_steps), stats.holm(of_time)
     head = ["mode", "seeds", *judge.HEAD[2:5], "after Holm", *judge.HEAD[5:-1]]
@@ -303,7 +303,7 @@ def at_size():
             ours = judged_lines(optimizer, each["mode"])
             flops = flops_of_step(ours) / flops_of_step(theirs[1.0])
             by_seed = stats.differences_at(flops, losses_of(ours), by_length)
-            if math.inf in by_seed:
+            if math.inf in by_seed:  # a run diverged
                 continue
             gaps[each["mode"]] = stats.interval(by_seed), len(by_seed)
             if each["mode"] in better:

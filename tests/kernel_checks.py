@@ -18,16 +18,7 @@ import nag
 import norms
 import streams
 from bench import handed, writes_and_reads
-from test_all import (
-    MOD,
-    assert_close,
-    cases,
-    golden,
-    rms,
-    shaken,
-    some_ids,
-    tiny,
-)
+from test_all import MOD, assert_close, cases, golden, rms, shaken, some_ids, tiny
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -251,7 +242,7 @@ KINDS = {
 @on_cpu
 @cases("kind", KINDS)
 def test_a_model_with_kernels_equals_the_plain_one(monkeypatch, kind):
-    """A program has one token of attnres, and up to 32 of other designs: 38 do not fill two."""
+    """Kernels of attnres take a token at a time, others up to 32: 38 leave a tile partly empty."""
     tokens = 7 if "attnres" in kind else 19
     model, idx = shaken(tiny(**KINDS[kind])).double(), some_ids(2, tokens)
     model.recompute = kind in ("nag", "attnres", "ihc", "smhc, 2 streams")

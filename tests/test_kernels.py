@@ -61,7 +61,7 @@ SKIPPING = 'prenorm:mod_on="both":mod_rate=0.4:mod_router="learned"'
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
 def test_training_steps_compile_for_an_h100(tmp_path):
-    """It fails on graph breaks and on kernels that keep more than 1 KB of registers in memory."""
+    """h100.py fails on graph breaks and on kernels with more than 1 KB of registers in memory."""
     modes = ("prenorm", "nag", "ihc", SKIPPING)
     argv = [f"--modes={','.join(modes)}", "--what=step", "--parts=dense"]
     run_python("runs/h100.py", *argv, f"--out={tmp_path / 'found'}")
