@@ -240,12 +240,13 @@ def again_facts():
 def longer_facts():
     """ihc against pre-norm at 8 x 128 with 5.3 times as many bytes. One seed chose their rates."""
     usual, lines_of, lines = scale_of("wider") | LONGER, partial(find, "judge"), {}
-    for mode, length in ((BASELINE, 1.0), (BASELINE, 1.4), ("ihc", 1.0)):
+    lengths = 0.7, 1.0, 1.4
+    for mode, length in (*((BASELINE, length) for length in lengths), ("ihc", 1.0)):
         choice = judge.best_rate(usual, mode, {"learning_rate": 0.008}, lines_of, 1.0)
         lines[mode, length] = each = lines_of(judge.of_seeds(usual, mode, choice, 6, length))
         yield f"{mode}, longer, {length} times, loss", f"{mean(losses_of(each)):.4f}"
     ratio = step_times("wider", **LONGER)["ihc"]
-    theirs = {length: lines[BASELINE, length] for length in (1.0, 1.4)}
+    theirs = {length: lines[BASELINE, length] for length in lengths}
     found = judge.compare("ihc", choice, lines["ihc", 1.0], theirs, ratio)
     yield from found_by("ihc, longer", found)
     yield "ihc, longer, worth", with_range(found["worth"])
