@@ -48,9 +48,10 @@ from test_all import (
 
 on_cpu = lambda x: "cpu" if str(x).startswith("cuda") else x
 CUDA = {  # function of torch.cuda: what the fake GPU answers
-    "is_available": True, "set_device": None, "synchronize": None, "is_bf16_supported": True,
-    "get_device_name": "NVIDIA H100 80GB HBM3", "max_memory_allocated": 7 * 10**9,
-    "reset_peak_memory_stats": None, "is_current_stream_capturing": False,
+    "is_available": True, "device_count": 8, "set_device": None, "synchronize": None,
+    "is_bf16_supported": True, "get_device_name": "NVIDIA H100 80GB HBM3",
+    "max_memory_allocated": 7 * 10**9, "reset_peak_memory_stats": None,
+    "is_current_stream_capturing": False,
 }  # fmt: skip
 
 
