@@ -5,8 +5,8 @@ from test_all import data, over_ranks, quick_compiler, runs, texts
 __all__ = ["data", "over_ranks", "quick_compiler", "runs", "texts"]
 
 # Parts of names, the longest tests first: at the end, all processes would wait for a long one.
-LONG = ("documented_command", "follows_k", "resumes_on_any_number", "without_graph_breaks",
-        "inductor", "interpreter", "kill_9", "for_an_h100")  # fmt: skip
+LONG = ("documented_command", "for_an_h100", "resumes_on_any_number", "follows_k",
+        "inductor", "interpreter", "kill_9")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
