@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from norms import upcast
 
 RATE = 1e-3  # step of the bias, or weight of the loss
+# of an op that waits for the device, so that no CUDA graph may hold it
+SYNCS = dict(mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 
 
 def grouped(x, w, ends):
@@ -41,15 +43,12 @@ def spans(ends):
     return enumerate(zip([0, *ends], ends))
 
 
-EAGER = dict(mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))  # ops that sync
-
-
-@torch.library.custom_op("residual::grouped_loop", **EAGER)
+@torch.library.custom_op("residual::grouped_loop", **SYNCS)
 def grouped_loop(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([x[a:b] @ w[e].T for e, (a, b) in spans(ends)])
 
 
-@torch.library.custom_op("residual::grouped_outer", **EAGER)
+@torch.library.custom_op("residual::grouped_outer", **SYNCS)
 def grouped_outer(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """The gradient of w: y^T x of every group, (E, O, I)."""
     return torch.stack([y[a:b].T @ x[a:b] for _, (a, b) in spans(ends)])

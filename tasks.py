@@ -14,6 +14,7 @@ import torch
 from data import begun, start_of_text
 from generate import KVCache, stream_tokens
 
+MOST = 16  # continuations of a context in a batch: a task may have thousands of one short context
 # the tasks of the papers on norms
 COMMON = "arc_easy,arc_challenge,piqa,hellaswag,openbookqa,winogrande,mmlu,boolq"
 
@@ -21,8 +22,8 @@ COMMON = "arc_easy,arc_challenge,piqa,hellaswag,openbookqa,winogrande,mmlu,boolq
 def score_choices(model, pairs, batch_size, n_vocab, device):
     """Score continuations: a list of (log-probability, whether greedy decoding gives it).
 
-    pairs are (context, continuation), two lists of token ids. A context is computed once for all
-    its continuations. A batch has contexts of equal length, and the longest come first.
+    pairs are (context, continuation), two lists of token ids. A context is computed once for each
+    MOST of its continuations. A batch has contexts of equal length, and the longest come first.
     """
     T = model.config.block_size
     by_context = {}  # {context: indices of its pairs}
@@ -35,17 +36,16 @@ def score_choices(model, pairs, batch_size, n_vocab, device):
 
     results = [None] * len(pairs)
     for _, group in groupby(sorted(by_context, key=len, reverse=True), key=len):
-        contexts = [*group]
-        for first in range(0, len(contexts), batch_size):
-            batch = contexts[first : first + batch_size]
-            members = [(row, i) for row, context in enumerate(batch) for i in by_context[context]]
-            for at in range(0, len(members), 16 * batch_size):  # many may share a short context
-                some = members[at : at + 16 * batch_size]
-                owner = torch.tensor([row for row, _ in some], device=device)
-                continuations = [pairs[i][1] for _, i in some]
-                scores = score_group(model, batch, owner, continuations, n_vocab, device)
-                for (_, i), score in zip(some, scores):
-                    results[i] = score
+        parts = [(context, by_context[context][at : at + MOST]) for context in group
+                 for at in range(0, len(by_context[context]), MOST)]  # fmt: skip
+        for first in range(0, len(parts), batch_size):
+            contexts, indices = zip(*parts[first : first + batch_size])
+            members = [(row, i) for row, of_row in enumerate(indices) for i in of_row]
+            owner = torch.tensor([row for row, _ in members], device=device)
+            continuations = [pairs[i][1] for _, i in members]
+            scores = score_group(model, contexts, owner, continuations, n_vocab, device)
+            for (_, i), score in zip(members, scores):
+                results[i] = score
     return results
 
 

@@ -1422,10 +1422,15 @@ def ranks(data, out, world=2, sigterm_to=None, join=True, **settings):
 
     Without join, returns at once: what it returns has their processes.
     """
-    torch.multiprocessing.set_forkserver_preload(PRELOAD)
     how = (world, free_port(), sigterm_to, data, str(out), settings)
+    return forked(one_rank, how, world, join)
+
+
+def forked(run, how, n, join=True):
+    """run(rank, *how) in n processes."""
+    torch.multiprocessing.set_forkserver_preload(PRELOAD)
     start = torch.multiprocessing.start_processes
-    return start(one_rank, how, world, join, daemon=True, start_method="forkserver")
+    return start(run, how, n, join, daemon=True, start_method="forkserver")
 
 
 def one_rank(rank, world, port, sigterm_to, data, out, settings):

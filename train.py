@@ -117,7 +117,7 @@ def check_settings():
     check(settings, RULES)
     mode = RESIDUALS.get(config.residual)  # None: GPT refuses an unknown name
     turns = mode is not None and mode.rotates
-    by_loss = compile and config.moe_experts > 0 and config.moe_balance == "loss"
+    penalised = compile and config.moe_experts > 0 and config.moe_balance == "loss"
     budget_decides = flops_budget is not None and "flops_budget" not in given  # a checkpoint's
     needs = (  # (what is asked for, whether it is possible, what it needs)
         (f"{alpha_warmup_iters=}", turns or not alpha_warmup_iters, "residual='nag'"),
@@ -127,7 +127,7 @@ def check_settings():
         ("save_best=True", eval_interval > 0 or not save_best, "eval_interval above 0"),
         (f"{head_lr=}", not config.tied or given.get("head_lr") is None, "tied=False"),
         ("shard='fsdp'", world > 1 or shard != "fsdp", "several processes: use torchrun"),
-        ("recompute=True", not (recompute and by_loss), "compile=False or moe_balance='bias'"),
+        ("recompute=True", not (recompute and penalised), "compile=False or moe_balance='bias'"),
         (f"{embed_lr=}", not lora_rank or given.get("embed_lr") is None, "lora_rank=0"),
         (f"{head_lr=}", not lora_rank or given.get("head_lr") is None, "lora_rank=0"),
         (f"{gate_lr=}", not lora_rank or given.get("gate_lr") is None, "lora_rank=0"),

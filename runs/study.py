@@ -51,7 +51,7 @@ OF_PLACE = set(
     "data_dir out_dir log_interval save_interval keep_interval save_best wandb_log "
     "device loss_chunk recompute shard".split()
 )
-TIMED = ("loss_chunk", "recompute")  # those of them that change the time of a step
+TIMED = ("loss_chunk", "recompute")  # change how long a step takes, and not its result
 NAMED = {"residual", "seed", "max_iters", "eval_interval", "learning_rate", "val_part"}
 record = False  # keep results in results/, and read no others
 PER_GPU = 1  # runs that a GPU trains at a time; more are faster if the model is small

@@ -81,7 +81,7 @@ def with_most_seeds(numbers, lines_of):
 
 def step_times(place, **more):
     """{name: median_interval of its time over the baseline's} of what is JUDGED and timed. Times do
-    not depend on the text. more: settings besides those of the place
+    not depend on the text. more: further settings
     """
     usual, threads = scale_of(place) | more, PLACES[place][-1]
     timed = {BASELINE: judge.scale_for(usual, BASELINE)}
@@ -240,14 +240,13 @@ def again_facts():
 def longer_facts():
     """ihc against pre-norm at 8 x 128 with 5.3 times as many bytes. One seed chose their rates."""
     usual, lines_of, lines = scale_of("wider") | LONGER, partial(find, "judge"), {}
-    lengths = 0.7, 1.0, 1.4
-    for mode, length in (*((BASELINE, length) for length in lengths), ("ihc", 1.0)):
+    for mode, lengths in ((BASELINE, (0.7, 1.0, 1.4)), ("ihc", (1.0,))):
         choice = judge.best_rate(usual, mode, {"learning_rate": 0.008}, lines_of, 1.0)
-        lines[mode, length] = each = lines_of(judge.of_seeds(usual, mode, choice, 6, length))
-        yield f"{mode}, longer, {length} times, loss", f"{mean(losses_of(each)):.4f}"
+        runs = {length: judge.of_seeds(usual, mode, choice, 6, length) for length in lengths}
+        lines[mode] = {length: lines_of(each) for length, each in runs.items()}
+        yield f"{mode}, longer, 1.0 times, loss", f"{mean(losses_of(lines[mode][1.0])):.4f}"
     ratio = step_times("wider", **LONGER)["ihc"]
-    theirs = {length: lines[BASELINE, length] for length in lengths}
-    found = judge.compare("ihc", choice, lines["ihc", 1.0], theirs, ratio)
+    found = judge.compare("ihc", choice, lines["ihc"][1.0], lines[BASELINE], ratio)
     yield from found_by("ihc, longer", found)
     yield "ihc, longer, worth", with_range(found["worth"])
     yield "ihc, longer, step time", with_range(ratio)

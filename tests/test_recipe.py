@@ -19,9 +19,9 @@ from attention import cpu_attention
 from test_all import (
     EXTRAS,
     MOD,
-    PRELOAD,
     assert_close,
     cases,
+    forked,
     free_port,
     routed,
     some_ids,
@@ -105,9 +105,7 @@ def sharded_steps(rank, port, path):
 
 
 def test_each_rank_of_fsdp_orthogonalises_a_part_of_the_matrices(tmp_path):
-    torch.multiprocessing.set_forkserver_preload(PRELOAD)
-    start, how = torch.multiprocessing.start_processes, (free_port(), str(tmp_path))
-    start(sharded_steps, how, nprocs=2, start_method="forkserver")
+    forked(sharded_steps, (free_port(), str(tmp_path)), 2)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert [each["counts"] for each in found] == [[2, 1] * 2, [1] * 2]
     torch.manual_seed(0)
