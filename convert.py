@@ -156,7 +156,8 @@ def main(path, to, *argv):
     state, source = checkpoint.load_model(path)
     refuse_adapters(state)
     residual = given.get("residual")
-    others = {k: v for k, v in given.items() if k not in ("residual", "data_dir", "seed")}
+    own = ("residual", "data_dir", "seed") if residual == "nag" else ("residual",)
+    others = {k: v for k, v in given.items() if k not in own}
     torch.manual_seed(seed)
     batches = text_of(state, source.config) if residual == "nag" else []
     model = convert(source, batches, residual, **others)

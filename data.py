@@ -94,6 +94,13 @@ def read_json(path):
     return value
 
 
+def json_lines(path):
+    """Yield the values in a file of JSON lines, without lines that a crash has damaged."""
+    for line in open(path, "rb"):
+        with suppress(ValueError):
+            yield json.loads(line)
+
+
 def file_sha256(path):
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -169,6 +176,7 @@ class JsonTokenizer:
         self.inner.no_padding()
         self.path, self.sha256 = path, file_sha256(path)
         self.added = self.inner.get_added_tokens_decoder()
+        self._special_tokens = {t.content: i for i, t in self.added.items() if t.special}
         self.n_vocab = 1 + max(self.inner.get_vocab(with_added_tokens=True).values())
         self.eot_token, self.bos_token = self.special_tokens() if eot is None else (eot, bos)
         self.start, self.imported = start or [], start is not None
@@ -230,9 +238,9 @@ def token_bytes(encoding):
     """Bytes of text of each token id. Special tokens have 0, and so has the id -1 of padding."""
     lengths = np.zeros(encoding.n_vocab + 1)
     if isinstance(encoding, JsonTokenizer):
-        for i in encoding.inner.get_vocab(with_added_tokens=True).values():
-            if i not in encoding.added or not encoding.added[i].special:
-                lengths[i] = len(encoding.decode_single_token_bytes(i))
+        ids = encoding.inner.get_vocab(with_added_tokens=True).values()
+        for i in {*ids} - {*encoding._special_tokens.values()}:
+            lengths[i] = len(encoding.decode_single_token_bytes(i))
     else:
         for token, i in encoding._mergeable_ranks.items():
             lengths[i] = len(token)
@@ -247,6 +255,17 @@ def start_of_text(encoding):
 def begun(ids, encoding):
     """Token ids after those that start a text; end-of-text if there are none at all."""
     return [*start_of_text(encoding), *ids] or [encoding.eot_token]
+
+
+def ends_text(token, encoding):
+    """Whether a token ends a text: end-of-text, or another one of an imported model."""
+    return token in getattr(encoding, "stops", [encoding.eot_token])
+
+
+def plain_text(ids, encoding):
+    """The text of token ids without special tokens."""
+    special = {*encoding._special_tokens.values()}
+    return encoding.decode([i for i in ids if i not in special])
 
 
 def fingerprint(encoding):
@@ -271,6 +290,7 @@ def meta_tokenizer(folder, meta):
     if name.endswith(".json"):
         path = os.path.join(folder, name)
         encoding = JsonTokenizer(path, meta["eot"], meta.get("start"), meta.get("bos"))
+        encoding.stops = meta.get("stops", [encoding.eot_token])
         if fingerprint(encoding).hex() != meta["tokenizer_sha256"]:
             raise SystemExit(f"{path} is not the tokenizer that this model or data was made with")
         return encoding

@@ -107,8 +107,8 @@ def read_texts(source, column, split):
 
     try:
         records = load_dataset(source, split=split, streaming=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # the hub's errors have no common class
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise SystemExit(f"text={source!r}: no such file, and no data set: {reason}") from error
     return data.column_of(records, column, source)
 
@@ -185,28 +185,22 @@ def sample(model, encoding, device):
     """Print and return a continuation of the prompt."""
     torch.manual_seed(seed)
     began = time.perf_counter()
-    ids = begun_prompt(encoding)
+    ids = data.begun(encoding.encode_ordinary(prompt), encoding)
     start = torch.tensor([ids], device=device)
     choices = dict(temperature=temperature, top_k=top_k, top_p=top_p, compile=bool(compile))
-    eot, n_vocab = encoding.eot_token, encoding.n_vocab
-    tokens = stream_tokens(model, start, max_new_tokens, n_vocab=n_vocab, **choices)
+    tokens = stream_tokens(model, start, max_new_tokens, n_vocab=encoding.n_vocab, **choices)
     # One character can take several tokens, so an incremental decoder collects the bytes.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     print(prompt, end="", flush=True)
     for token in tokens:
         ids.append(int(token))
-        if ids[-1] == eot:
+        if data.ends_text(ids[-1], encoding):
             break
         new_bytes = encoding.decode_single_token_bytes(ids[-1])
         print(decoder.decode(new_bytes), end="", flush=True)
     seconds = time.perf_counter() - began
     print(f"\n{len(ids) - start.size(1)} tokens in {seconds:.1f} s")
     return encoding.decode(ids[len(data.start_of_text(encoding)) :])
-
-
-def begun_prompt(encoding):
-    """Token ids of the prompt, after those that begin a text."""
-    return data.begun(encoding.encode_ordinary(prompt), encoding)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -235,7 +229,7 @@ def answers(parts, model, rows, encoding):
         show_depth(report)
         yield "depth", report
     if "mod" in parts:
-        ids = begun_prompt(encoding)[: rows.T]
+        ids = data.begun(encoding.encode_ordinary(prompt), encoding)[: rows.T]
         report = depth.skipping(model, batches, ids)
         names = map(encoding.decode_single_token_bytes, ids)
         report["characters"] = [name.decode(errors="replace") for name in names]
@@ -295,19 +289,15 @@ def choose_parts(model, settings, given, has_shards):
     for key in ("prune_unit", "prune_by"):
         if key in given and (mod_rate is None or mod.routers(model)):
             raise SystemExit(f"{key}={given[key]!r} needs mod_rate, and a model without routers")
-    known, has_text = ["loss", "depth", "mod", "sample", "tasks"], has_shards or text is not None
-    if not mod.routers(model):
-        known.remove("mod")
-    parts = known[:-1] if what is None else what.split(",")
-    if "mod" in set(parts) - set(known):
-        raise SystemExit(f"what={what!r}: mod is for models with routers, and this one has none")
-    unknown = set(parts) - set(known)
+    has_text = has_shards or text is not None
+    known = ["loss", "depth", *["mod"] * bool(mod.routers(model)), "sample", "tasks"]
+    usual = known[:-1] if has_text else ["sample"]
+    parts = usual if what is None else what.split(",")
+    unknown = set(parts) - set(known)  # mod is for models with routers
     if unknown:
         raise SystemExit(f"what={what!r}: {', '.join(unknown)} is not one of {', '.join(known)}")
     reads = [part for part in parts if part in ("loss", "depth", "mod")]
-    if not has_text and what is None:
-        parts = ["sample"]
-    elif not has_text and reads:
+    if reads and not has_text:
         raise SystemExit(f"{', '.join(reads)}: this model has no shards: give --text or --data_dir")
     used_by = dict.fromkeys(("tasks", "task_dir", "limit", "num_fewshot"), ("tasks",))
     used_by["text"] = ("loss", "depth", "mod")

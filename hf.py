@@ -17,6 +17,7 @@ Each key of config.json is used or known to change no number; any other one is r
 dtype of its file. tokenizer.json is copied beside it; it says how a text begins. Chat templates are
 not interpreted. Export also takes lns: it folds the factor 1/sqrt(b + 1) into the gain of the norm.
 It copies the model's tokenizer.json, but cannot make one from "bytes" or a tokenizer of tiktoken.
+If the model was not imported, the copy begins a text with end-of-text, as its training did.
 
 This needs the package safetensors, and tokenizers to read a tokenizer.json.
 """
@@ -51,7 +52,8 @@ FAMILIES = {  # model_type: settings that differ from SOURCE
 NO_CHANGE = set(  # keys of config.json that change no number of the model
     "architectures auto_map torch_dtype dtype transformers_version use_cache initializer_range "
     "bos_token_id eos_token_id pad_token_id _name_or_path pretraining_tp is_llama_config "
-    "max_window_layers _attn_implementation transformers.js_config".split()
+    "max_window_layers _attn_implementation transformers.js_config max_sequence_length max_length "
+    "temperature top_p do_sample".split()
 )
 RENAMES = (  # names here -> names in the files
     (r"^embed\.", "model.embed_tokens."),
@@ -147,7 +149,7 @@ def context_length(keys, family, context):
     layers = keys.maybe("layer_types", [])
     slides = keys.maybe("use_sliding_window", False) or family == "mistral"
     slides = slides or "sliding_attention" in layers
-    context = context or longest
+    context = longest if context is None else context
     if context > longest:
         fail(f"block_size={context}: max_position_embeddings is {longest}")
     if slides and window is not None and context > window:
@@ -168,6 +170,7 @@ def biases(keys, family):
 def rope(keys):
     """Reads rope_theta and rope_scaling (transformers 4), or rope_parameters (transformers 5)."""
     given = {"rope_theta": keys.maybe("rope_theta", 10000.0)}
+    given["partial_rotary_factor"] = keys.maybe("partial_rotary_factor", 1.0)
     given = Keys(given | keys.maybe("rope_scaling", {}) | keys.maybe("rope_parameters", {}))
     old_name = given.maybe("type", "default")
     kind, base = given.maybe("rope_type", old_name), float(given.take("rope_theta"))
@@ -185,7 +188,7 @@ def rope(keys):
     without_effect = (("partial_rotary_factor", 1.0), ("factor", 1.0))
     left = {k: v for k, v in given.items() if (k, v) not in without_effect}
     if left:
-        fail(f"rope_scaling has {next(iter(left))}, which rope_type={kind!r} does not use")
+        fail(f"config.json has {next(iter(left))}, which rope_type={kind!r} does not use")
     return {"rope_base": base, "rope_scaling": scaling}
 
 
@@ -225,6 +228,8 @@ def list_files(folder):
     """Paths of the .safetensors files in a folder."""
     index = os.path.join(folder, "model.safetensors.index.json")
     single = os.path.join(folder, "model.safetensors")
+    if os.path.exists(single):  # before the index, as in transformers
+        return [single]
     if os.path.exists(index):
         where = data.read_json(index).get("weight_map")
         if not isinstance(where, dict) or not where:
@@ -235,8 +240,6 @@ def list_files(folder):
             if not os.path.exists(os.path.join(folder, name)):
                 fail(f"{index} names {name}, which is missing")
         return [os.path.join(folder, name) for name in sorted(set(where.values()))]
-    if os.path.exists(single):
-        return [single]
     if any(name.endswith((".bin", ".pth", ".pt")) for name in os.listdir(folder)):
         fail(f"{folder} has pickled weights, which can run code: convert them to .safetensors")
     fail(f"{folder} has no model.safetensors and no model.safetensors.index.json")
@@ -280,8 +283,8 @@ def read_tensors(folder, wanted):
 # Import
 
 
-def folder_of(source):
-    """A folder as it is. A name is downloaded from the hub, or found in its cache."""
+def folder_of(source, wanted):
+    """A folder as it is. The wanted files of a name come from the hub, or from its cache."""
     if os.path.isdir(source):
         return source
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
@@ -289,7 +292,7 @@ def folder_of(source):
     from huggingface_hub import snapshot_download
 
     try:
-        wanted, others = ["*.json", "*.safetensors"], ["consolidated*", "*/*"]
+        others = ["consolidated*", "*/*"]
         return snapshot_download(source, allow_patterns=wanted, ignore_patterns=others)
     except Exception as error:  # the hub's errors have no common class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -304,7 +307,7 @@ def tokenizer_meta(folder, config):
     encoding = data.get_tokenizer(path)
     if encoding.n_vocab > config.vocab_size:
         fail(f"{path} has {encoding.n_vocab} tokens, the model only {config.vocab_size}")
-    return {
+    meta = {
         "tokenizer": "tokenizer.json",
         "tokenizer_sha256": data.fingerprint(encoding).hex(),
         "vocab_size": encoding.n_vocab,
@@ -312,6 +315,12 @@ def tokenizer_meta(folder, config):
         "bos": encoding.bos_token,
         "start": encoding.own_start(),
     }
+    stops = {encoding.eot_token: None}
+    for path in (os.path.join(folder, name) for name in ("config.json", "generation_config.json")):
+        ids = data.read_json(path).get("eos_token_id") if os.path.exists(path) else None
+        stops |= dict.fromkeys(ids if isinstance(ids, list) else [ids])
+    stops = [i for i in stops if i is not None]
+    return meta | {"stops": stops} if len(stops) > 1 else meta
 
 
 def import_model(source, to, context=None):
@@ -321,12 +330,13 @@ def import_model(source, to, context=None):
         fail(f"{to} already holds a checkpoint: give another --out_dir")
     if os.path.exists(os.path.join(to, "config.json")):
         fail(f"{to} holds a model of Hugging Face: give another --out_dir")
-    folder = folder_of(source)
+    folder = folder_of(source, ["*.json"])
     keys = data.read_json(os.path.join(folder, "config.json"))
     config = to_settings(keys, context)
+    meta = tokenizer_meta(folder, config)
+    folder = folder_of(source, ["*.json", "*.safetensors"])  # the weights only after these checks
     wanted = file_names(config)
     tensors = read_tensors(folder, wanted)
-    meta = tokenizer_meta(folder, config)
     if config.tied:
         head = tensors.get("head.weight", tensors["embed.weight"])
         if not torch.equal(head, tensors["embed.weight"]):
@@ -396,7 +406,7 @@ def to_keys(config, hidden, meta, dtype):
         "hidden_act": "silu",
         "bos_token_id": meta.get("bos"),
         "pad_token_id": None,
-        "eos_token_id": meta.get("eot"),
+        "eos_token_id": meta.get("stops", meta.get("eot")),
         "dtype": str(dtype).removeprefix("torch."),
         **own,
     }
@@ -410,14 +420,11 @@ def export_model(path, folder):
     family_of(config)  # refuse a model that cannot be exported before any work
     if state.get("lora"):
         fail(f"{path} holds adapters: merge them first: python lora.py {path} OUT.pt")
-    if os.path.exists(os.path.join(folder, "config.json")):
-        fail(f"{folder} already holds a model: give another folder")
-    try:
-        names = file_names(config)
-    except ValueError as error:  # older code allowed it
-        fail(f"{path} is refused ({error}): {checkpoint.USE_ITS_CODE}")
+    there = os.listdir(folder) if os.path.isdir(folder) else []
+    if any(name.endswith((".json", ".safetensors")) for name in there):
+        fail(f"{folder} already holds a model, or a part of one: give another folder")
     tensors, hidden = {}, 0
-    for name, (other, shape) in names.items():
+    for name, (other, shape) in file_names(config).items():
         tensor = state["model"].get(name)
         if tensor is None or tuple(tensor.shape) != shape:
             fail(f"{path} does not fit its own settings: {name}")
@@ -434,8 +441,18 @@ def export_model(path, folder):
     library.torch.save_file(tensors, file + ".tmp", metadata={"format": "pt"})
     os.replace(file + ".tmp", file)
     if encoding is not None:
-        checkpoint.copy_tokenizer(os.path.dirname(encoding.path), folder, names=["tokenizer.json"])
-        data.write_json(os.path.join(folder, "tokenizer_config.json"), special_tokens(encoding))
+        special = special_tokens(encoding)
+        if encoding.imported:
+            source = os.path.dirname(encoding.path)
+            checkpoint.copy_tokenizer(source, folder, names=["tokenizer.json"])
+        else:
+            from tokenizers.processors import TemplateProcessing
+
+            first = special["eos_token"]  # training began each text with it
+            known = [(first, encoding.eot_token)]
+            encoding.inner.post_processor = TemplateProcessing([first, "$A"], special_tokens=known)
+            encoding.inner.save(os.path.join(folder, "tokenizer.json"))
+        data.write_json(os.path.join(folder, "tokenizer_config.json"), special)
     data.write_json(os.path.join(folder, "config.json"), keys)  # last: it marks a complete export
     print(f"{folder}: a {keys['model_type']} model with {len(tensors)} tensors")
     if encoding is None:

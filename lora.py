@@ -23,7 +23,7 @@ from torch import nn
 
 import checkpoint
 from configurator import usage
-from data import file_sha256, meta_tokenizer, start_of_text
+from data import file_sha256, start_of_text
 from norms import pick
 
 ALPHA = 16.0  # an adapter's output is multiplied by ALPHA / rank
@@ -117,48 +117,53 @@ VAL_SHARE = 0.1  # share of the different conversations for validation, at least
 
 
 def encode(turns, encoding):
-    """Token ids of a conversation, and a flag for each: whether it belongs to an answer."""
+    """Token ids of a conversation, and a flag for each: whether it belongs to an answer.
+
+    Question and answer are encoded together: some tokenizers put a space before each text.
+    """
     ids = [*start_of_text(encoding)]
     is_answer = [False] * len(ids)
     for question, answer in zip(turns[::2], turns[1::2]):
-        asked = encoding.encode_ordinary(ASK.format(question))
-        answered = [*encoding.encode_ordinary(ANSWER.format(answer)), encoding.eot_token]
-        ids += asked + answered
-        is_answer += [False] * len(asked) + [True] * len(answered)
+        question, answer = ASK.format(question), ANSWER.format(answer)
+        asked = encoding.encode_ordinary(question)
+        both = [*encoding.encode_ordinary(question + answer), encoding.eot_token]
+        ids += both
+        is_answer += ([False] * len(asked) + [True] * len(both))[: len(both)]
     return ids, is_answer
 
 
 def read_conversations(source):
     """Yield conversations: lists of alternating user and assistant turns.
 
-    source: a file of JSON lines, or a dataset on the hub, with LIMA's {"conversations": [...]}.
+    source: a file of JSON lines, here or on the hub, or a dataset on the hub. Each record has
+    LIMA's {"conversations": [...]}.
     """
+    source, hub_file = str(source), str(source).startswith("hf://")
     try:
         if os.path.exists(source):
-            records = map(parsed, filter(str.strip, [*open(source, encoding="utf-8")]))
-        elif "/" not in str(source) or str(source).endswith((".json", ".jsonl")):
-            raise SystemExit(f"sft_data={str(source)!r}: no such file, and no OWNER/NAME")
+            records = [*filter(str.strip, open(source, encoding="utf-8"))]
+        elif not hub_file and ("/" not in source or source.endswith((".json", ".jsonl"))):
+            raise SystemExit(f"sft_data={source!r}: no such file, and no OWNER/NAME")
         else:
             from datasets import load_dataset
 
-            records = load_dataset(source, split="train")
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        may_help = "" if os.path.exists(source) else "; HF_TOKEN may help for a dataset on the hub"
-        raise SystemExit(f"{source} cannot be read: {reason}{may_help}") from None
+            where = {"path": "json", "data_files": source} if hub_file else {"path": source}
+            records = load_dataset(**where, split="train")
+    except Exception as error:  # the hub's errors have no common class
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        hint = "; HF_TOKEN may help, or the path of a file: hf://datasets/OWNER/NAME/FILE.jsonl"
+        hint = "" if os.path.exists(source) else hint
+        raise SystemExit(f"{source} cannot be read: {reason}{hint}") from None
     for n, record in enumerate(records):
+        if isinstance(record, str):  # a line of a file
+            with suppress(ValueError):
+                record = json.loads(record)
         turns = record.get("conversations") if isinstance(record, dict) else None
         if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
             expected = "{'conversations': ['question', 'answer', ...]}"
             raise SystemExit(f"{source}: record {n} is not {expected}")
         if len(turns) > 1:
             yield turns
-
-
-def parsed(line):
-    """The value of a line of JSON, or None."""
-    with suppress(ValueError):
-        return json.loads(line)
 
 
 def split_conversations(source, split):
@@ -206,14 +211,6 @@ class Conversations(list):
         if not self:
             raise SystemExit(f"{source}: no answer for {split} begins within block_size={T} tokens")
         self.sha256 = hashlib.sha256(np.stack(self).tobytes()).hexdigest()
-
-
-def open_splits(source, folder, meta, T):
-    """The conversations for training and for validation. folder, meta: as in data.meta_tokenizer"""
-    if not meta["tokenizer"]:
-        raise SystemExit(f"this model was imported without tokenizer.json: cannot read {source}")
-    encoding = meta_tokenizer(folder, meta)
-    return [Conversations(source, split, encoding, T) for split in ("train", "val")]
 
 
 def shares_of(batches, world):

@@ -11,7 +11,7 @@ from itertools import groupby
 
 import torch
 
-from data import begun, start_of_text
+from data import begun, ends_text, plain_text, start_of_text
 from generate import KVCache, stream_tokens
 
 MOST = 16  # continuations of a context in a batch: a task may have thousands of one short context
@@ -118,34 +118,46 @@ def harness(model, encoding, batch_size, device):
             return totals
 
         def generate_until(self, requests, disable_tqdm=False):
-            texts = []
+            asked = []
             for context, options in (request.args for request in requests):
                 options = normalize_gen_kwargs(options)
-                stops = handle_stop_sequences(options["until"], None)
-                temperature = options["temperature"] if options["do_sample"] else 0.0
-                limits = (stops, options["max_gen_toks"], temperature)
-                texts.append(write_until(model, encoding, context, *limits, device))
-            return texts
+                stops = handle_stop_sequences(options.pop("until"), encoding.decode([eot]))
+                most, samples = options.pop("max_gen_toks"), options.pop("do_sample")
+                choices = {"temperature": options.pop("temperature", 1.0)}
+                choices["top_k"] = options.pop("top_k", None) or None  # 0: from all
+                choices["top_p"] = options.pop("top_p", None)
+                others = {k: v for k, v in options.items() if (k, v) != ("num_beams", 1)}
+                if others:
+                    raise SystemExit(f"tasks: a task asks for {others}, which is not supported")
+                asked.append((context, stops, most, choices if samples else {"temperature": 0.0}))
+            return [write_until(model, encoding, *each, device) for each in asked]
 
     return Checkpoint()
 
 
-def write_until(model, encoding, context, stops, max_new, temperature, device):
-    """Continue the context up to the first of the strings in stops, or up to end-of-text.
+def write_until(model, encoding, context, stops, max_new, choices, device):
+    """Continue the context up to one of the strings in stops, or up to end-of-text. The text is cut
+    at each of them in turn, as by the harness's class "hf".
 
+    choices: options of stream_tokens. Special tokens are left out of the text.
     A long context is cut from the left; at least half a window of it is kept.
     """
     size = model.config.block_size
     keep = max(size // 2, size - max_new)
     ids = begun(encoding.encode_ordinary(context)[-max(1, keep - 1) :], encoding)
     start, written = torch.tensor([ids], device=device), []
-    for token in stream_tokens(model, start, max_new, temperature, n_vocab=encoding.n_vocab):
+    stops = [*filter(None, stops)]
+    for token in stream_tokens(model, start, max_new, n_vocab=encoding.n_vocab, **choices):
+        if ends_text(int(token), encoding):
+            break
         written.append(int(token))
         text = encoding.decode(written)
-        ends = [text.index(stop) for stop in stops if stop and stop in text]
-        if ends or written[-1] == encoding.eot_token:
-            return text[: min(ends)] if ends else encoding.decode(written[:-1])
-    return encoding.decode(written)
+        if any(stop in text for stop in stops):
+            break
+    text = plain_text(written, encoding)
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
 
 
 def run_tasks(model, encoding, batch_size, device, tasks, task_dir, num_fewshot, limit, seed):
@@ -166,11 +178,17 @@ def run_tasks(model, encoding, batch_size, device, tasks, task_dir, num_fewshot,
         near = [each for name in unknown for each in get_close_matches(name, manager.all_tasks, 5)]
         near = ", ".join(near or sorted(manager.all_tasks)[:20])
         raise SystemExit(f"tasks={tasks!r}: no {', '.join(unknown)}; there is {near}")
-    found = lm_eval.simple_evaluate(
-        harness(model, encoding, batch_size, device), tasks=names, task_manager=manager,
-        num_fewshot=num_fewshot, limit=limit, bootstrap_iters=100, log_samples=False,
-        random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
-    )  # fmt: skip
+    errors = (OSError, ValueError, RuntimeError, ImportError, datasets.exceptions.DatasetsError)
+    try:
+        found = lm_eval.simple_evaluate(
+            harness(model, encoding, batch_size, device), tasks=names, task_manager=manager,
+            num_fewshot=num_fewshot, limit=limit, bootstrap_iters=100, log_samples=False,
+            random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )  # fmt: skip
+    except errors as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SystemExit(f"tasks: {reason}") from error
     report = {
         name: {key: value for key, value in metrics.items() if isinstance(value, float)}
         for name, metrics in found["results"].items()

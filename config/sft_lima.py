@@ -6,7 +6,7 @@ For a 1B model this is about 3 epochs. The learning rate is that of the base's t
 llama_1b.py; the paper tries 1e-7 to 1e-4.
 """
 
-sft_data = "GAIR/lima"
+sft_data = "hf://datasets/GAIR/lima/train.jsonl"
 lora_rank = 8
 optimizer = "adamw"
 embed_lr = None

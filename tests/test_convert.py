@@ -91,7 +91,8 @@ def test_converted_bhyt_predicts_the_variance_with_its_large_gain():
         model = converted(source, residual)
         first = [block.attn_residual for block in model.blocks]
         added.append(torch.stack([r.c * r.output_variance() for r in first]).detach())
-    assert_close(*added) and added[0].min() > 0
+    assert_close(*added)
+    assert added[0].min() > 0
 
 
 # --- NAG ------------------------------------------------------------------------------------------
@@ -207,6 +208,8 @@ def test_the_seed_decides_the_weights_that_prenorm_does_not_have(base, tmp_path)
     (dict(residual="nag", n_embd=64), "n_embd=64: a conversion changes only settings of nag"),
     (dict(residual="nag", nag_first_logits=None), "to nag needs nag_first_logits=0.75"),
     (dict(residual="bhyt", bhyt_unit=False), "to bhyt needs bhyt_unit=True"),
+    (dict(residual="bhyt", seed=3), "seed=3: a conversion changes only settings of bhyt"),
+    (dict(residual="prenorm_approx", data_dir="x"), "data_dir='x': a conversion changes only"),
 ])  # fmt: skip
 def test_what_cannot_be_converted_is_refused_in_one_line(base, tmp_path, given, why):
     refuses(why, converts, base, tmp_path / "x.pt", **given)

@@ -5,11 +5,13 @@ import itertools
 import json
 import math
 import os
+import pkgutil
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ from model import GPTConfig
 from test_all import (
     EXTRAS,
     HERE,
+    MOD,
     assert_close,
     cases,
     evaluated,
@@ -179,6 +182,20 @@ def test_logits_that_are_not_finite_count_as_a_leak_and_equal_ones_do_not():
     assert depth.leak(model) == math.inf
 
 
+def test_rounding_that_changes_what_a_router_chooses_is_no_leak(monkeypatch):
+    model = shaken(tiny(residual="prenorm", **MOD, mod_router="learned")).eval()
+    score = mod.Router.score
+    for router in mod.routers(model):
+        router.tau.fill_(0.5)
+
+    def rough(self, h, *others):
+        noise = torch.rand(h.shape[:2]) if h.dtype == torch.float32 else 0.0
+        return score(self, h, *others) + noise
+
+    monkeypatch.setattr(mod.Router, "score", rough)
+    assert depth.leak(model) < 1e-9
+
+
 class Copier(torch.nn.Module):
     """Sure that each token is followed by what followed it half a window ago."""
 
@@ -227,14 +244,23 @@ def test_the_loss_of_any_text_is_exact(runs, tmp_path, monkeypatch, quick_compil
         return evaluated(runs / "a", "loss", **how)["loss"]
 
     report, (_, model) = loss(), checkpoints.load_model(runs / "a")
-    ids, nats = [256, *text.encode(), 256], []
-    for at in range(0, len(ids) - 1, 32):
-        row = torch.tensor([ids[at : at + 33]])
-        logp = model(row[:, :-1])[0].detach().double().log_softmax(-1)
-        nats += (-logp.gather(-1, row[:, 1:, None])).flatten().tolist()
+    ids = [256, *text.encode(), 256]
+
+    def nats_in(T):
+        found = []
+        for at in range(0, len(ids) - 1, T):
+            row = torch.tensor([ids[at : at + T + 1]])
+            logp = model(row[:, :-1])[0].detach().double().log_softmax(-1)
+            found += (-logp.gather(-1, row[:, 1:, None])).flatten().tolist()
+        return found
+
+    nats = nats_in(32)
     expected = {"loss": np.mean(nats), "perplexity": math.exp(np.mean(nats)), "tokens": len(nats)}
     bits = {"bits per byte": sum(nats) / len(text) / math.log(2), "bytes": len(text)}
     assert report == pytest.approx(expected | bits, rel=1e-5)
+    assert loss(context=8)["loss"] == pytest.approx(np.mean(nats_in(8)), rel=1e-5)
+    shards = evaluated(runs / "a", "loss", context=16, eval_tokens=48)["loss"]
+    assert shards["tokens"] == 48  # with the model's 32: one window
     assert loss(eval_tokens=50)["loss"] == pytest.approx(np.mean(nats[:50]), rel=1e-5)
     low = loss(dtype="bfloat16")["loss"]
     assert low != report["loss"] and low == pytest.approx(report["loss"], rel=1e-2)
@@ -249,10 +275,10 @@ def test_the_loss_of_any_text_is_exact(runs, tmp_path, monkeypatch, quick_compil
     refuses("a/b: record 0 has no body, but line", loss, text="a/b", text_column="body")
 
     def gone(*args, **how):
-        raise FileNotFoundError("Dataset 'a/b.md' does not exist\nmore lines")
+        raise RuntimeError("Dataset scripts are no longer supported\nmore lines")
 
     monkeypatch.setattr("datasets.load_dataset", gone)
-    refuses("text='a/b.md': no such file, and no data set: Dataset 'a/b.md'", loss, text="a/b.md")
+    refuses("text='a/b.md': no such file, and no data set: Dataset scripts", loss, text="a/b.md")
 
 
 class Largest(TorchDispatchMode):
@@ -304,6 +330,22 @@ def test_a_sample_begins_with_end_of_text_and_every_setting_matters(runs, monkey
     assert seen == [([[256, 97, 98]], False), ([[256, 97, 98]], True)]
     changes = dict(prompt="x", temperature=0, top_k=1, top_p=0.1, seed=2, max_new_tokens=3)
     assert all(text({key: value}) != base for key, value in changes.items())
+    monkeypatch.setattr(data_file, "ends_text", lambda token, encoding: True)
+    assert len(text({})) < len(base)  # it stops at a token that ends a text
+
+
+@cases("kind", ["builtins.ValueError", "builtins.ConnectionError", "builtins.RuntimeError",
+                "builtins.ImportError", "datasets.exceptions.DatasetGenerationError"])  # fmt: skip
+def test_an_error_of_the_harness_is_one_line(monkeypatch, kind):
+    def fails(*args, **how):
+        raise pkgutil.resolve_name(kind)("Set confirm_run_unsafe_code=True\nmore lines")
+
+    manager = lambda **how: SimpleNamespace(all_tasks=["a"])
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=fails))
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=manager))
+    monkeypatch.setattr(tasks, "harness", lambda *how: None)
+    how = ("a", None, None, None, 1)
+    refuses("tasks: Set confirm_run_unsafe", tasks.run_tasks, None, None, 1, "cpu", *how)
 
 
 @cases("residual", ["nag", "prenorm", "bhyt"])
@@ -345,6 +387,16 @@ def test_a_figure_shows_the_mean_of_seeds_and_a_band_from_lowest_to_highest(monk
     band = axes.collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == (2.0, 5.0)
     plt.close("all")
+
+
+def test_alpha_does_not_look_like_another_group_of_its_mode(monkeypatch):
+    groups = {"nag": ("nag", ["a"]), "nag, n_layer=4": ("nag", ["b"])}
+    monkeypatch.setattr(plot, "grouped", lambda runs: groups)
+    monkeypatch.setattr(plot, "measured", lambda run, key: [0.5, 0.25])
+    axes = plot.canvas(7, 4)[1]
+    plot.alpha(axes, ["a", "b"])
+    looks = {(line.get_linestyle(), line.get_linewidth()) for line in axes.lines}
+    assert len(looks) == 4 and "alpha (thin)" in axes.get_ylabel()
 
 
 def test_runs_of_one_line_of_a_figure_differ_only_in_the_seed(runs, tmp_path):
@@ -471,3 +523,14 @@ def test_importing_does_nothing_and_needs_no_optional_package(tmp_path):
     how = dict(env=os.environ | {"PYTHONPATH": HERE}, capture_output=True, text=True)
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, **how)
     assert (ran.returncode, ran.stdout, os.listdir(tmp_path)) == (0, "", []), ran.stderr
+
+
+def test_eval_measures_no_model_that_leaks_or_is_not_finite(runs, tmp_path, monkeypatch):
+    run = shutil.copytree(runs / "c", tmp_path / "run")
+    spoilt = {"ends.norm.gain": torch.full((32,), math.nan)}
+    resaved(lambda s: s | {"model": {**s["model"], **spoilt}})(run / "ckpt.pt")
+    refuses("some weights are not finite", evaluated, run, "sample")
+    monkeypatch.setattr(depth, "leak", lambda model: 0.01)
+    for name, what in (("c", "loss"), ("c", "depth"), ("d", "mod")):
+        refuses("not causal: logits change with later", evaluated, runs / name, what)
+    evaluated(runs / "c", "sample", max_new_tokens=1)

@@ -60,6 +60,8 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
      dict(attn_bias="qkv")),
     (dict(model_type="qwen3", num_key_value_heads=2, head_dim=6), dict(qk_norm=True)),
     (dict(model_type="olmo2"), dict(residual="outnorm", qk_norm_joint=True)),
+    (dict(max_sequence_length=64, max_length=20, temperature=0.9, top_p=0.6, do_sample=True,
+          partial_rotary_factor=1.0), dict(residual="prenorm", rope_scaling=None)),
 ])  # fmt: skip
 def test_config_json_becomes_settings(keys, expected):
     found = dataclasses.asdict(hf.to_settings(PLAIN | keys))
@@ -73,6 +75,7 @@ def test_config_json_becomes_settings(keys, expected):
     (dict(rope_scaling=dict(rope_type="linear")), "config.json has no factor"),
     (dict(rope_scaling=LLAMA3), "needs original_max_position_embeddings"),
     (dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)), "partial_rotary"),
+    (dict(partial_rotary_factor=0.5), "config.json has partial_rotary_factor"),
     (dict(model_type="mistral", num_key_value_heads=4, sliding_window=32), "--block_size=32"),
     (dict(model_type="qwen2", num_key_value_heads=4, sliding_window=8,
           layer_types=["sliding_attention"]), "sliding_window=8"),
@@ -91,6 +94,46 @@ def test_config_json_becomes_settings(keys, expected):
 ])  # fmt: skip
 def test_config_json_is_refused_by_the_name_of_the_key(keys, message):
     refuses(message, hf.to_settings, PLAIN | keys)
+
+
+@cases("size, message", [(0, "at least 1"), (-1, "at least 1"), (65, "_embeddings is 64")])
+def test_a_context_that_the_model_does_not_have_is_refused(size, message):
+    refuses(message, hf.to_settings, PLAIN, size)
+
+
+def test_nothing_large_is_downloaded_before_config_json_is_checked(tmp_path, monkeypatch):
+    asked, folder, config = [], tmp_path / "hub", tmp_path / "hub" / "config.json"
+    download = lambda name, allow_patterns, **how: asked.append(allow_patterns) or str(folder)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(hf, "safetensors", lambda: None)
+    folder.mkdir()
+    for keys, why in ((dict(model_type="gpt2"), "model_type='gpt2'"), ({}, "has no model.safe")):
+        config.write_text(json.dumps(PLAIN | keys))
+        refuses(why, hf.import_model, "a/b", str(tmp_path / "out"))
+    assert asked == [["*.json"], ["*.json"], ["*.json", "*.safetensors"]]
+
+
+def test_a_single_file_of_weights_is_read_before_an_index(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    refuses("has no weight_map", hf.list_files, str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert hf.list_files(str(tmp_path)) == [str(tmp_path / "model.safetensors")]
+
+
+def test_all_tokens_that_end_a_text_are_imported_and_exported(tmp_path, monkeypatch):
+    encoding = SimpleNamespace(n_vocab=64, eot_token=1, bos_token=None, own_start=list)
+    monkeypatch.setattr(data_file, "get_tokenizer", lambda path: encoding)
+    monkeypatch.setattr(data_file, "fingerprint", lambda encoding: b"")
+    (tmp_path / "tokenizer.json").touch()
+    config, file = hf.to_settings(PLAIN), tmp_path / "generation_config.json"
+    for ends, ids in (([3, 1], [1, 3]), (1, 1), (None, 1)):
+        file.write_text(json.dumps({"eos_token_id": ends}))
+        meta = hf.tokenizer_meta(str(tmp_path), config)
+        assert meta.get("stops", meta["eot"]) == ids
+        assert hf.to_keys(config, 48, meta, torch.float32)["eos_token_id"] == ids
+    assert data_file.ends_text(1, encoding) and not data_file.ends_text(3, encoding)
+    encoding.stops = [1, 3]
+    assert data_file.ends_text(3, encoding)
 
 
 @cases("changes, message", [
@@ -254,6 +297,12 @@ def test_an_export_of_lns_folds_the_factor_of_each_block_into_its_gains(tmp_path
     ours = shaken(GPT(GPTConfig(**hf.SOURCE | shape)))
     path = save(ours, tmp_path / "a")
     refuses("no folder can be made there", hf.export_model, path, f"{path}/b")
+    (tmp_path / "other").mkdir()
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        (tmp_path / "other" / name).touch()
+        refuses("already holds a model", hf.export_model, path, str(tmp_path / "other"))
+        (tmp_path / "other" / name).unlink()
+    assert not files
     hf.export_model(path, str(tmp_path / "b"))
     for b, block in enumerate(ours.blocks):
         gain = files[f"model.layers.{b}.input_layernorm.weight"]
@@ -385,6 +434,10 @@ def test_a_tokenizer_json_makes_the_same_ids_and_counts_bytes_exactly(tmp_path):
     assert data_file.token_bytes(encoding)[ids].sum() == len(TEXT.encode())
     assert data_file.token_bytes(encoding)[[0, 1, -1]].sum() == 0
     assert 1 not in encoding.encode_ordinary("a</s>b") and encoding.own_start() == [0]
+    assert data_file.plain_text([0, *ids, 1], encoding) == TEXT
+    meta = dict(tokenizer="tokenizer.json", eot=1, start=[0], stops=[1, 5])
+    meta["tokenizer_sha256"] = data_file.fingerprint(encoding).hex()
+    assert data_file.ends_text(5, data_file.meta_tokenizer(str(tmp_path), meta))
     make_tokenizer(tmp_path, begins=False)
     assert data_file.get_tokenizer(str(tmp_path / "tokenizer.json")).own_start() == []
     config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"add_bos_token": True}
@@ -396,6 +449,24 @@ def test_a_tokenizer_json_makes_the_same_ids_and_counts_bytes_exactly(tmp_path):
     refuses(
         "needs tokenizer_config.json", data_file.get_tokenizer, str(tmp_path / "tokenizer.json")
     )
+
+
+@pytest.mark.slow
+def test_an_exported_tokenizer_begins_a_text_as_training_did(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("data/x")  # the shards of the model that save() writes
+    make_tokenizer(tmp_path / "data" / "x")
+    encoding = data_file.get_tokenizer("data/x/tokenizer.json")
+    meta = dict(tokenizer="tokenizer.json", eot=1, vocab_size=300)
+    meta["tokenizer_sha256"] = data_file.fingerprint(encoding).hex()
+    ours = GPT(GPTConfig(**hf.SOURCE, n_layer=1, n_head=2, n_embd=24, vocab_size=300))
+    hf.export_model(save(ours, "a", **meta), "b")
+    exported = data_file.get_tokenizer("b/tokenizer.json")
+    ids = encoding.encode_ordinary(TEXT)
+    assert encoding.own_start() == [0] and exported.own_start() == [1]
+    assert exported.encode_ordinary(TEXT) == ids
+    assert transformers.AutoTokenizer.from_pretrained("b")(TEXT)["input_ids"] == [1, *ids]
 
 
 @pytest.mark.slow

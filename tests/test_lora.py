@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +111,9 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
                 assert encoding.decode([t for t in targets if t >= 0]) == "".join(turns[1::2])
                 assert all(t in (-1, after) for t, after in zip(targets, [*ids[1:], 256]))
         assert count == 0
+    narrow = packed("train", 29)  # answers about numbers of two digits begin after the cut
+    assert narrow.kept > 0 < narrow.dropped and narrow.kept + narrow.dropped == 36
+    refuses("no answer for train begins within block_size=20", packed, "train", 20)
     short = packed("train", 40)
     assert 0 < short.cut <= short.kept and all((short[i][1] >= 0).any() for i in range(len(short)))
     for n, val in ((2, 1), (3, 1), (15, 2)):
@@ -125,6 +129,38 @@ def test_conversations_are_packed_whole_and_only_answers_count(tmp_path):
     path.unlink()
     refuses("c.jsonl': no such file", packed, "val")
     refuses("sft_data='': no such file, and no OWNER/NAME", lora.split_conversations, "", "val")
+
+
+def test_an_answer_begins_with_one_space_if_the_tokenizer_puts_one_before_each_text():
+    encode = lambda text: [*map(ord, "▁" + text.replace(" ", "▁"))]  # as SentencePiece does
+    encoding = SimpleNamespace(encode_ordinary=encode, eot_token=0, start=[1])
+    ids, is_answer = lora.encode(["a b", "c", "d", "e"], encoding)
+    texts = ["User: a b\n\nAssistant: c", "User: d\n\nAssistant: e"]
+    assert ids == [1, *encode(texts[0]), 0, *encode(texts[1]), 0]
+    answers = "".join(chr(i) for i, answer in zip(ids, is_answer) if answer)
+    assert answers == "▁c\0▁e\0" and len(ids) == len(is_answer)
+
+
+def test_conversations_on_the_hub_are_read_by_name_or_as_a_file(monkeypatch):
+    asked, record = [], {"conversations": ["a", "b"]}
+    monkeypatch.setattr("datasets.load_dataset", lambda **how: asked.append(how) or [record])
+    file = "hf://datasets/GAIR/lima/train.jsonl"
+    assert [*lora.read_conversations("a/b")] == [*lora.read_conversations(file)] == [["a", "b"]]
+    assert asked == [{"path": "a/b", "split": "train"},
+                     {"path": "json", "data_files": file, "split": "train"}]  # fmt: skip
+
+
+@cases("error, reason", [
+    (RuntimeError("no scripts, but found lima.py\nmore lines"), "no scripts, but found lima.py"),
+    (EOFError("no records"), "no records"), (ConnectionError(), "ConnectionError"),
+])  # fmt: skip
+def test_a_dataset_that_cannot_be_read_is_one_line(monkeypatch, error, reason):
+    def fails(**how):
+        raise error
+
+    monkeypatch.setattr("datasets.load_dataset", fails)
+    why = f"a/b cannot be read: {reason}; HF_TOKEN may help, or the path of a file: hf://"
+    refuses(why, lambda: [*lora.read_conversations("a/b")])
 
 
 @cases("n, val", [(2, 1), (16, 2), (30, 3)])
@@ -210,6 +246,9 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(
     assert state["config"] | {"block_size": 32, "bhyt_context": None} == checkpoint(base)["config"]
     assert os.path.getsize(run / "ckpt.pt") < os.path.getsize(base / "ckpt.pt") / 2
     assert not {*state["model"]} & {*dict(load_model(base)[1].named_parameters())}
+    before = checkpoint(base)["model"]
+    for name in (name for name in before if name.endswith("mlp.bias")):  # of experts: frozen, too
+        assert torch.equal(tuned.state_dict()[name], before[name])
     windows = data_file.Windows(data, "val", 64)
     batches = data_file.eval_batches(windows, data_file.spread(windows, 512), 4, "cpu")
     forgot = model_file.evaluate(tuned, batches)
