@@ -43,12 +43,13 @@ from torch.utils._pytree import tree_map_only
 
 import machine
 from attnres import group_size
-from configurator import check, configure, overrides, settings_of
+from configurator import check, configure, overrides, read_settings
 from data import make_folder, write_json
 from generate import FOLDS, KVCache, compiled_step, next_token
 from mod import routers
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, compile_options, settings_of_others
 from norms import pick
+from streams import whole
 
 what = "forward,residual,train,memory,generate,mod"  # parts, separated by commas
 modes = "prenorm,nag,bhyt"  # residual modes, separated by commas; ratios are to the first
@@ -261,7 +262,7 @@ def block_forward(config):
 
     @torch.no_grad()
     def run():
-        block(stream, rope)
+        whole(block(stream, rope))  # with kernels, a write waits for the next block's read
 
     flops_per_token = sum(model.block_flops()[0]) / 3  # without the backward pass
     return replayed(run, device), batch_size * config.block_size * flops_per_token
@@ -636,7 +637,8 @@ def machine_speeds():
 def main():
     global device, dtype
     given = sys.argv[1:]
-    others = settings_of(os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py"))
+    here = os.path.dirname(os.path.abspath(__file__))
+    others = read_settings(open(os.path.join(here, "train.py")).read())
     unused = {each for each in others if not each.startswith(("sft_", "lora_"))}
     read = partial(configure, globals(), GPTConfig, unused=unused)
     settings, asked = read(argv=given)

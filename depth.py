@@ -10,6 +10,7 @@ The model needs no hooks: these functions run its blocks one by one. `batches` i
 targets), (B, T) each. Results are plain numbers, one per block or one per sublayer.
 """
 
+import copy
 import math
 from collections import defaultdict
 from functools import partial
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from attention import Attention
+from mod import Router
 from model import evaluate
 from moe import MoE
 from norms import upcast
@@ -209,7 +211,8 @@ def copying(model, ids, rows=32):
 def leak(model):
     """How far logits move if only later tokens change, over the logits' std.
 
-    0: the model is causal. Infinity: some logits are not finite, so nothing can be said.
+    0: the model is causal. Infinity: some logits are not finite, so nothing can be said. Rounding
+    may change what a router chooses: if its logits seem to move, a copy in float64 decides.
     """
     T = min(128, model.config.block_size)
     ids = torch.randint(model.config.vocab_size, (2, T), generator=torch.Generator().manual_seed(0))
@@ -221,7 +224,11 @@ def leak(model):
     if not (one.isfinite().all() and other.isfinite().all()):
         return math.inf
     moved = float((one - other).abs().amax(-1).cpu()[~later].max())
-    return moved / float(one.std()) if moved > 0 else 0.0  # all logits may be equal: std is 0
+    found = moved / float(one.std()) if moved > 0 else 0.0  # all logits may be equal: std is 0
+    chooses = any(isinstance(module, (MoE, Router)) for module in model.modules())
+    if found > 1e-4 and chooses and one.dtype != torch.float64:
+        return leak(copy.deepcopy(model).to("cpu", torch.float64))  # some devices have no float64
+    return found
 
 
 @torch.no_grad()

@@ -22,16 +22,14 @@ highest; flops and time draw each run. plot.py writes OUT.png and OUT.svg. The s
 same bytes. A missing file is an error.
 """
 
-import json
 import math
 import os
 import statistics
 import sys
-from contextlib import suppress
 from functools import partial
 
 from configurator import usage
-from data import atomic, read_json
+from data import atomic, json_lines, read_json
 
 # Colours of Okabe and Ito, and of Tol, which colour-blind readers can tell apart.
 COLOURS = {
@@ -72,9 +70,7 @@ def lines_of(run):
     path = os.path.join(run, "log.jsonl")
     if not os.path.exists(path):
         raise SystemExit(f"plot.py: {path} is missing")
-    for line in open(path):
-        with suppress(ValueError):
-            yield json.loads(line)
+    return json_lines(path)
 
 
 def header_of(run):
@@ -243,9 +239,9 @@ def rotation(axes, runs):
 
 
 def alpha(axes, runs):
-    draw_depth(axes, runs, "alpha", first=1, ls="--", label=None)
+    draw_depth(axes, runs, "alpha", first=1, lw=0.6, label=None)
     draw_depth(axes, runs, "a", first=1)
-    axes.set(xlabel="sublayer", ylabel="mean |a|, and alpha (dashed)")
+    axes.set(xlabel="sublayer", ylabel="mean |a|, and alpha (thin)")
 
 
 def dropped(axes, runs):

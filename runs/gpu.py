@@ -35,7 +35,7 @@ from configurator import configure
 
 only = ""  # the first letters of the names of some processes; empty: all
 nanogpt_model: str | None = None  # race: as in bench.py
-patience = 400  # seconds to compile; a process that takes longer is ended
+patience = 400  # seconds to compile, and to measure; a process that takes longer is ended
 
 PLAIN = f"{ROOT}/config/plain.py --init_scale=0.02 --block_size=1024"
 BLOCK = f"{PLAIN} --n_layer=2 --n_head=16 --n_kv_head=4 --n_embd=2048 --vocab_size=256"
@@ -139,9 +139,14 @@ def main():
         job.terminate()
     for i, (name, (job, _, out)) in enumerate(zip(chosen, started)):
         turn.value = i
-        job.join()
-        print(f"{name}: {f'failed, exit code {job.exitcode}' if job.exitcode else 'measured'}")
-        if job.exitcode:
+        job.join(patience)
+        why = f"exit code {job.exitcode}"
+        if job.is_alive():
+            why = f"not done after {patience} s"
+            job.terminate()
+            job.join(10)
+        print(f"{name}: {f'failed, {why}' if job.exitcode != 0 else 'measured'}", flush=True)
+        if job.exitcode != 0:
             continue
         found = json.loads(out.read_text())
         del found["settings"]

@@ -38,7 +38,7 @@ from configurator import configure
 
 what = "residual"  # residual: reads and writes of the stream alone; step: a training step
 modes = "all"  # separated by commas: all, or names with changes such as nag:nag_directions=0
-stream = "bfloat16"  # residual: dtype of the stream; train.py's default is float32
+stream = "bfloat16"  # residual: dtype of all inputs; a step has train.py's: float32 and bfloat16
 parts = "dense,experts,skipping"  # step: kinds of models
 out: str | None = None  # a .json file for the numbers
 
@@ -171,14 +171,15 @@ def compile_only(self, *args, **kwargs):
 def compile_reads():
     """Compile the kernels of Attention Residuals for a first sublayer, and for a second one with
     tokens that skip. Inductor's code calls them, but does not contain them."""
+    pointer = "*fp32" if stream == "float32" else "*bf16"
     numbers = dict(D=SHAPE[-1], BLOCK=SHAPE[-1], EPS=1e-6, NORM_EPS=1e-6)
     both = kernels.read_forward, kernels.read_backward
     how = dict(num_warps=kernels.warps(SHAPE[-1]))
     for (count, shared), kernel in itertools.product(READS, both):
         types = dict.fromkeys(kernel.arg_names, "*fp32") | {"N": "i32", "ran_ptr": "*i1"}
-        types |= dict.fromkeys(("vs", "of_vs"), ("*bf16",) * count)
+        types |= dict.fromkeys(("vs", "of_vs"), (pointer,) * count)
         of_stream = ("y_ptr", "o_ptr", "o2_ptr", "of_y_ptr", "of_o_ptr", "of_o2_ptr")
-        types |= dict.fromkeys(of_stream, "*bf16")
+        types |= dict.fromkeys(of_stream, pointer)
         absent = ("ran_ptr", "o_ptr", "lse_ptr") if shared else ("q2_ptr",)
         fixed = numbers | dict.fromkeys(absent) | {"SHARED": shared}
         fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}

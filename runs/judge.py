@@ -1,7 +1,7 @@
 """
 The verdict on a residual mode: is it better than pre-norm, by how much, and how sure is that?
 
-    python runs/judge.py --residual=nag                 says first how long it takes
+    python runs/judge.py --residual=nag                 times steps, then says how long it takes
     python runs/judge.py --residual=nag,hc              several modes; all: every mode
     python runs/judge.py config/gpt2_124m.py --residual=nag    at another scale, on GPUs
     python runs/judge.py --residual=nag --rehearse=True        tries all of it in 90 seconds
@@ -43,7 +43,7 @@ from study import ROOT
 
 import plot
 from configurator import configure
-from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, settings_of_others
+from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, init_out, settings_of_others
 
 residual = "nag"  # modes to judge, separated by commas; all: every mode
 baseline = "prenorm"  # the mode to compare with
@@ -67,7 +67,7 @@ FACTORS = {  # multiples of a rate's default; each list is tried until one does 
     "embed_lr": ((1 / 4, 1 / 16, 1 / 64),),
 }
 LENGTHS = (0.7, 1.4, 2.0, 2.8, 4.0)  # lengths of extra baseline runs, as shares of the whole
-# A rehearsal changes these, beside TOY.
+# A rehearsal changes these, beside TOY, unless the command line has them.
 FEW = {"seeds": 2, "LENGTHS": (2.8,), "FACTORS": {"gate_lr": ((4,),), "embed_lr": ((1 / 4,),)}}
 FEW |= {"TUNING": TUNING[:1]}
 TUNE_TOKENS = 131072  # validation tokens of a tuning run
@@ -79,8 +79,14 @@ LOOK = ("--what=depth", "--depth_tokens=4096", "--batch_size=8")
 
 
 def scale_for(scale, mode):
-    """The scale for a mode: with its name, and without settings that belong to other modes only."""
-    others = settings_of_others(mode)
+    """The scale for a mode: with its name, and without settings that belong to other modes only,
+    or to those that rotate or have gates.
+    """
+    others = {*settings_of_others(mode)}
+    if not RESIDUALS[mode].rotates:
+        others.add("alpha_warmup_iters")
+    if "gate_lr" in scale and not has_gates(**shape_of(scale, mode)):
+        others.add("gate_lr")
     return {key: value for key, value in scale.items() if key not in others} | {"residual": mode}
 
 
@@ -195,14 +201,15 @@ def nearby(choice):
 
 def shape_of(scale, mode):
     """The settings of a mode's model."""
-    scale = scale_for(scale, mode)
-    return {name: scale[name] for name in MODEL_SETTINGS & scale.keys()}
+    names = MODEL_SETTINGS & scale.keys() - settings_of_others(mode).keys()
+    return {name: scale[name] for name in names} | {"residual": mode}
 
 
 def other_starts(scale, mode):
-    """Initialisations of the output projections that the mode allows, except its default."""
-    others = [start for start in ("scaled", "plain", "zero") if start != RESIDUALS[mode].init_out]
+    """Initialisations of the output projections that the mode allows, except the one it has."""
     shape = shape_of(scale, mode)
+    own = init_out(GPTConfig(**shape))
+    others = [start for start in ("scaled", "plain", "zero") if start != own]
     return [start for start in others if not refusal(**shape | {"init_out": start})]
 
 
@@ -349,12 +356,12 @@ def draw(path, comparisons, names):
 def main():
     own = [arg for arg in sys.argv[1:] if arg.strip("-").partition("=")[0] in (*OWN, "h", "help")]
     rest = [arg for arg in sys.argv[1:] if arg not in own]
-    configure(globals(), argv=own)
+    _, asked = configure(globals(), argv=own)
     files = [arg for arg in rest if not arg.startswith("--")] or [SCALE]
     given = [arg for arg in rest if arg.startswith("--")]
     warning = "REHEARSAL, ignore these numbers."
     if rehearse:
-        globals().update(FEW, name=f"rehearsal_{name}")
+        globals().update(FEW | asked, name=f"rehearsal_{name}")
         study.ROUNDS = 15
         given = TOY.split() + given
         study.say(warning)
@@ -371,7 +378,8 @@ def main():
         shape = shape_of(scale, mode) if mode in RESIDUALS else {"residual": mode}
         if why := refusal(**shape):
             raise SystemExit(why)
-    unused = sorted(settings_of_others(*everyone).keys() & study.changed(scale).keys())
+    used = set().union(*(scale_for(scale, mode) for mode in everyone))
+    unused = sorted(study.changed(scale).keys() - used)
     if unused:
         raise SystemExit(f"{', '.join(unused)}: no setting of {' or '.join(everyone)}")
 

@@ -21,7 +21,9 @@ def quantile(p, degrees):
 
 
 def interval(values):
-    """The mean of values, and half the width of its 95% t interval."""
+    """The mean of values, and half the width of its 95% t interval. None if a run diverged."""
+    if not all(map(math.isfinite, values)):
+        return None
     n = len(values)
     standard_error = statistics.stdev(values) / math.sqrt(n)
     return statistics.mean(values), quantile(0.975, n - 1) * standard_error
@@ -105,8 +107,7 @@ def by_seed(ours, theirs):
 
 def gap_of(ours, theirs):
     """The interval of these differences, or None if a run diverged."""
-    found = [*by_seed(ours, theirs).values()]
-    return interval(found) if all(map(math.isfinite, found)) else None
+    return interval([*by_seed(ours, theirs).values()])
 
 
 def slope(by_x):

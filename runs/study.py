@@ -14,6 +14,7 @@ where it ran; and what eval.py measured, if it was asked for.
 """
 
 import fcntl
+import gc
 import hashlib
 import json
 import math
@@ -29,6 +30,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
+from types import SimpleNamespace
 
 import stats
 import torch
@@ -41,7 +43,7 @@ import checkpoint
 import machine
 import streams
 from configurator import configure
-from data import Windows, micro_batches
+from data import Windows, json_lines, micro_batches
 from model import MODEL_SETTINGS, GPTConfig
 
 TRAIN, EVAL = str(ROOT / "train.py"), str(ROOT / "eval.py")
@@ -57,7 +59,7 @@ record = False  # keep results in results/, and read no others
 PER_GPU = 1  # runs that a GPU trains at a time; more are faster if the model is small
 POINTS = 40  # most points per curve
 MOD = ("--what=mod", "--depth_tokens=16384")  # of a mixture of depths: how many tokens skip
-ROUNDS, STEPS = 45, 4  # rounds per race, and steps of each run per round
+ROUNDS, STEPS = 90, 4  # rounds per race, and steps of each run per round
 # keys of eval.json that a line keeps
 DEPTH = ("norm", "rotation", "from embedding", "update", "max/rms", "kurtosis", "sink", "dropped")
 DEPTH += ("a", "norm and entropy", "norm and loss", "copying")
@@ -80,8 +82,11 @@ DEFAULTS = configure({"__file__": TRAIN}, GPTConfig, argv=[])[0]
 
 
 def changed(settings):
-    """The residual, and the settings that differ from train.py's defaults and change the result."""
-    own = {k: v for k, v in settings.items() if v != DEFAULTS[k] and k not in OF_PLACE}
+    """The residual, the seed if there is one, and the settings that differ from train.py's defaults
+    and change the result.
+    """
+    differs = lambda k, v: k == "seed" or (v != DEFAULTS[k] and k not in OF_PLACE)
+    own = {k: v for k, v in settings.items() if differs(k, v)}
     return {"residual": (DEFAULTS | settings)["residual"]} | own
 
 
@@ -92,7 +97,7 @@ def key(settings):
     unless it is a path. hc_streams counts by its number, 4 where a mode has no streams.
     """
     full = DEFAULTS | settings
-    full["hc_streams"] = streams.resolved(full["residual"], full["hc_streams"]) or 4
+    full["hc_streams"] = streams.count(SimpleNamespace(**full)) or 4
     left_out = lambda k, v: v is None or v is False or v == "scratch" or k in OF_PLACE
     kept = {k: v for k, v in full.items() if not left_out(k, v)}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
@@ -140,21 +145,13 @@ def read(study):
 
 @lru_cache(32)  # tables.py reads the same files hundreds of times
 def lines_in(path, *state):
-    lines = map(parsed, path.read_text().splitlines())
-    return [line for line in lines if line is not None]
+    return [*json_lines(path)]
 
 
 def finished(study):
     """{name: line} of all finished runs."""
     lines = (line for line in read(study) if "key" in line)
     return {(line["key"], line["data"], line["computes"]): line for line in lines}
-
-
-def parsed(line):
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 def append(study, line):
@@ -177,8 +174,7 @@ def append(study, line):
 def summary(folder):
     """What to keep of a run's log, or None if the run is not finished."""
     log = folder / "log.jsonl"
-    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    records = [*json_lines(log)] if log.exists() else []
     header = next((r["run"] for r in records if "run" in r), None)
     last = next((r for r in reversed(records) if "step" in r), None)
     if last is None:
@@ -189,10 +185,12 @@ def summary(folder):
         return None
     loss = last["val_loss"] or math.inf
     times = [header["tokens_per_step"] / r["tok_s"] for r in steps[1:] or steps]
+    every = header["settings"]["log_interval"]
+    kept = [r for r in steps if r["step"] % every == 0 or r is last]  # not where it was stopped
     return {
         "loss": loss if math.isfinite(loss) and not diverged else None,
         "start": next((r["val_loss"] for r in records if r.get("step") == 0), None),
-        "curve": thinned([(r["step"], r["loss"]) for r in steps if r["loss"] is not None]),
+        "curve": thinned([(r["step"], r["loss"]) for r in kept if r["loss"] is not None]),
         "step_s": round(statistics.median(times), 5) if times else None,
         "steps": last["step"],
         "tokens": last["tokens"],
@@ -450,8 +448,11 @@ def probe(settings, steps=30):
 
 
 def locked(study, name, settings, device, look):
-    """Train a run, unless another process has. Returns its line."""
-    folder = ROOT / "out" / "study" / "-".join(name).replace(" ", "-")
+    """Train a run, unless another process has. Returns its line.
+
+    Each study has its own folders: a new name does not continue runs of an older design.
+    """
+    folder = ROOT / "out" / "study" / "-".join((study, *name)).replace(" ", "-")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -497,13 +498,16 @@ def race(study, runs, measure=True, threads=1):
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         candidates = {name: stepper(full, str(device)) for name, full in settings.items()}
         times = bench.race(candidates, ROUNDS)
+        del candidates
+        gc.collect()  # compiled modules refer to themselves
+        torch.cuda.empty_cache()  # the runs train in other processes
         where = here | {"threads": threads, "commit": machine.commit(), "torch": torch.__version__}
         for name in missing:
             per_token = tokens_of(settings[first]) / tokens_of(settings[name])
             ratios = [a / b * per_token for a, b in zip(times[name], times[first])]
             ratio = [round(r, 4) for r in stats.median_interval(ratios)]
             known[pairs[name]] = ratio
-            given = [changed(settings[each]) for each in (first, name)]
+            given = [changed(runs[each]) for each in (first, name)]
             append(study, {"race": pairs[name], "runs": given, "ratio": ratio} | where)
     return {name: known[pair] for name, pair in pairs.items() if pair in known}
 

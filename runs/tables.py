@@ -274,8 +274,11 @@ def verdict_facts():
     ahead, fragile = Counter(), 0
     for each in compared("muon"):
         mode = each["mode"]
+        if not each["steps"]:  # a run diverged
+            continue
         ours = judged_lines("muon", mode)
-        fragile += verdict([gap_of(ours, theirs["half"])]) != verdict([each["steps"]])
+        gap = gap_of(ours, theirs["half"])
+        fragile += gap is not None and verdict([gap]) != verdict([each["steps"]])
         if leads(ours, theirs[1.0], [1000])[0] < 0:
             ahead[number("modes", mode, "after Holm")] += 1
     yield "fragile at half its rate", fragile
@@ -298,13 +301,14 @@ def at_size():
     for optimizer, name in OPTIMIZERS.items():
         theirs = judged(optimizer)[0][BASELINE][1]
         by_length = {n: losses_of(lines) for n, lines in theirs.items() if isinstance(n, float)}
+        by_length = {n: losses for n, losses in by_length.items() if math.inf not in losses}
         found, gaps = {}, {}
         for each in compared(optimizer):
             ours = judged_lines(optimizer, each["mode"])
             flops = flops_of_step(ours) / flops_of_step(theirs[1.0])
+            if not each["steps"] or not min(by_length) <= flops <= max(by_length):
+                continue  # a run of the mode diverged, or of the baseline at such a length
             by_seed = stats.differences_at(flops, losses_of(ours), by_length)
-            if math.inf in by_seed:  # a run diverged
-                continue
             gaps[each["mode"]] = stats.interval(by_seed), len(by_seed)
             if each["mode"] in better:
                 params = each["params"] / theirs[1.0][0]["params"]
@@ -446,10 +450,14 @@ def mixtures():
         both = [with_further_seeds(found[at, steps]) for at in (name, base)]
         n = min(map(len, both))
         lines, theirs = (each[:n] for each in both)
+        gap = gap_of(lines, theirs)
+        if gap is None:  # a run diverged
+            rows.append((name, n, "", "", "", plus_minus(gap), *[""] * 5))
+            continue
         skipped = f"{mean_of(lines, 'skipped'):.1%}" if "router" in name else ""
         flops = f"{mean_of(lines, 'flops') / mean_of(theirs, 'flops'):.2f}"
         cells = (name, n, skipped, flops, f"{mean_of(lines, 'loss'):.4f}")
-        cells += (plus_minus(gap_of(lines, theirs)),)
+        cells += (plus_minus(gap),)
         if base != "nag":  # the others are also compared with NAG at other lengths
             rows.append((*cells, *[""] * 5))
             continue

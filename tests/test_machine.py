@@ -29,7 +29,9 @@ import bench
 import data as data_file
 import generate
 import machine
+import streams
 from model import GPT, RESIDUALS, GPTConfig
+from norms import Stream
 from test_all import (
     EXTRAS,
     HERE,
@@ -376,6 +378,18 @@ def test_bench_gives_each_stream_a_tensor_of_its_own(mode, n, lanes, monkeypatch
     assert len(given) == 2 + n + lanes
     assert all(x.dtype == torch.bfloat16 for x in given[: 2 + n])
     assert len({x.data_ptr() for x in (*given, *read)}) == 2 + n + lanes + (mode == "x0mix")
+
+
+def test_bench_times_the_write_that_waits_after_a_block(monkeypatch):
+    written, f, maps = [], torch.ones(2, 32, 32), torch.ones(2, 32, 20)
+    waiting = Stream(torch.zeros(4, 2, 32, 32), sources=(f, maps))
+    monkeypatch.setattr(torch, "compile", lambda block, **how: lambda *given: waiting)
+    monkeypatch.setattr(streams.kernels, "write", lambda X, *given: written.append(given))
+    for name, value in (("device", "cpu"), ("dtype", "float32"), ("batch_size", 2)):
+        monkeypatch.setattr(bench, name, value)
+    run, _ = bench.block_forward(GPTConfig(**TINY | {"residual": "hc"}))
+    run()
+    assert len(written) == 1 and written[0][0] is f
 
 
 def tiny_size(tmp_path, *argv, **changes):

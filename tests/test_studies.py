@@ -7,10 +7,12 @@ import re
 import runpy
 import statistics
 import sys
+import weakref
 from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 
+import gpu
 import judge
 import lead
 import numpy
@@ -127,6 +129,23 @@ def test_no_run_starts_after_one_has_failed(place, monkeypatch):
     assert len(trained) == 1 and not study.read("toy")
 
 
+def test_a_new_name_of_a_study_continues_no_run_of_the_old_one(place, monkeypatch):
+    folders = []
+    train = lambda settings, device, folder, *others: folders.append(folder) or {"loss": 1.0}
+    monkeypatch.setattr(study, "train", train)
+    for name in ("toy", "other"):
+        study.run(name, [{"seed": 1}])
+    assert len({*folders}) == 2
+
+
+def test_the_default_seed_is_recorded_like_any_other(place, monkeypatch):
+    monkeypatch.setattr(study, "train", trainer(lambda full: float(full["seed"]), []))
+    usual = study.DEFAULTS["seed"]
+    lines = study.run("toy", [{"seed": usual}, {"seed": 1}])
+    assert [*stats.of_seeds(lines)] == [1, usual]
+    assert study.key({"seed": usual}) == study.key({}) and "seed" not in study.changed({})
+
+
 def test_a_new_setting_that_is_off_does_not_rename_a_run(monkeypatch):
     before = study.key({"seed": 1})
     monkeypatch.setitem(study.DEFAULTS, "a_new_setting", None)
@@ -164,7 +183,7 @@ def test_runs_on_other_data_are_other_runs(place, monkeypatch):
 def test_a_finished_log_becomes_a_line(tmp_path):
     header = {"max_iters": 100, "resolved": {"max_bad_steps": 5}}
     header |= {"tokens_per_step": 50, "params": {"all": 7}, "git": "abc", "device": "a CPU"}
-    header |= {"versions": {"torch": "2"}}
+    header |= {"versions": {"torch": "2"}, "settings": {"log_interval": 1}}
     steps = [
         {"step": i, "tokens": 50 * i, "flops": 0, "loss": 200 - i, "val_loss": None, "tok_s": 500}
         for i in range(1, 101)
@@ -182,6 +201,13 @@ def test_a_finished_log_becomes_a_line(tmp_path):
     assert len(found["curve"]) <= study.POINTS and found["curve"][0] == [3, 198.0]
     write([{"run": header}, *steps[:50], steps[50] | {"bad_steps": 5}])
     assert study.summary(tmp_path)["loss"] is None
+    header["settings"]["log_interval"] = 8
+    curves = []
+    for stopped in ([], [29]):
+        logged = [steps[at - 1] for at in sorted([*range(8, 100, 8), *stopped, 100])]
+        write([{"run": header}, *logged])
+        curves.append(study.summary(tmp_path)["curve"])
+    assert curves[0] == curves[1] and curves[0][-1] == [100, 100.0]
 
 
 @cases("code, loss, line", [(0, 1.5, 1.5), (1, None, None)])
@@ -424,6 +450,32 @@ def test_seeds_that_only_one_side_has_do_not_count():
     diverged = stats.gap_of(lines_with(1.0, None), lines_with(0.5, None))
     assert stats.plus_minus(diverged) == "diverged"
     assert stats.verdict([diverged, (-1.0, 0.1)]) == "undecided"
+    assert stats.interval([1.0, math.nan]) is None
+
+
+def test_tables_leave_out_or_name_what_diverged(monkeypatch):
+    def lines(*losses):
+        found = [line | {"flops": 9, "steps": 3} for line in lines_with(*losses)]
+        return [line | {"curve": [[1000, line["loss"]]]} for line in found]
+
+    theirs = {0.7: lines(2.2, None), 1.0: lines(2.0, 2.1), 1.4: lines(1.8, 1.9)}
+    theirs["half"] = lines(None, 2.0)
+    ours = {"prenorm": theirs, "nag": {1.0: lines(1.0, 1.1)}, "lns": {1.0: lines(None, 1.0)}}
+    trained, ratios = {mode: ({}, of) for mode, of in ours.items()}, dict.fromkeys(ours, (1, 1, 1))
+    found = [*judge.compared(trained, ratios)]
+    monkeypatch.setattr(tables, "judged", lambda place: (trained, ratios))
+    monkeypatch.setattr(tables, "compared", lambda place: found)
+    monkeypatch.setattr(tables, "number", lambda *cell: "better")
+    fragile, ahead = tables.verdict_facts()
+    assert fragile[1] == 0 and ahead == ("ahead after 1,000 steps: better", 1)
+    assert [row[:2] for row in tables.at_size()[1]] == [("nag", "Muon"), ("nag", "AdamW")]
+
+    mixed = {"nag": lines(1.0, 1.1, 1.2), "NAG's router 0.2": lines(None, 1.1, 1.2)}
+    of_mod = {(name, 4000): of for name, of in mixed.items()}
+    monkeypatch.setattr(tables, "lead_lines", lambda what: of_mod)
+    monkeypatch.setattr(study, "race", lambda *runs, measure: {})
+    head, (row,) = tables.mixtures()
+    assert dict(zip(head, row))["at equal steps"] == "diverged" and len(row) == len(head)
 
 
 def test_differences_are_paired_by_seed_and_not_by_position():
@@ -455,6 +507,11 @@ def test_a_rehearsal_is_small_and_says_so(place, monkeypatch, capsys):
     assert first == last == "REHEARSAL, ignore these numbers."
     assert len(trained) <= 27 and all(run["eval_tokens"] == 2048 for run in trained)
     assert not study.read("judge") and study.read("rehearsal_judge")
+    seeds = lambda: {run["seed"] for run in trained if run["val_part"] == "report"}
+    assert seeds() == {1, 2}
+    monkeypatch.setattr(sys, "argv", ["judge.py", "--rehearse=True", "--seeds=3"])
+    judge.main()
+    assert seeds() == {1, 2, 3}
 
 
 @cases("argv, message", [
@@ -463,6 +520,8 @@ def test_a_rehearsal_is_small_and_says_so(place, monkeypatch, capsys):
     ("--seeds=100", "seeds=100: give 2 to 99"), ("--min_lr=1e-5", "give --min_lr=None"),
     ("--residual=nag --n_embd=63", "n_embd"),
     ("--residual=nag --hc_streams=2", "hc_streams: no setting of prenorm or nag"),
+    ("--residual=lns --gate_lr=0.1", "gate_lr: no setting of prenorm or lns"),
+    ("--residual=lns --alpha_warmup_iters=9", "alpha_warmup_iters: no setting of prenorm or lns"),
 ])  # fmt: skip
 def test_the_judge_refuses_what_it_cannot_build_in_one_line(monkeypatch, argv, message):
     for name in judge.OWN:
@@ -475,11 +534,20 @@ def test_the_judge_refuses_what_it_cannot_build_in_one_line(monkeypatch, argv, m
 
 def test_a_setting_of_one_mode_is_not_one_of_the_baseline():
     usual = study.parse([judge.SCALE])
-    given = usual | {"hc_streams": 4}
+    given = usual | {"hc_streams": 4, "gate_lr": 0.1, "alpha_warmup_iters": 9}
     key = lambda scale, mode: study.key(judge.settings(scale, mode, {}, 1))
     assert key(given, "prenorm") == key(usual, "prenorm")
     assert key(given, "ihc") != key(usual, "ihc")
     assert not judge.refusal(**judge.shape_of(given, "prenorm"))
+    own = {mode: judge.scale_for(given, mode).keys() - usual.keys() for mode in ("ihc", "nag")}
+    assert own["ihc"] == {"residual", "hc_streams", "gate_lr"}
+    assert own["nag"] == {"residual", "gate_lr", "alpha_warmup_iters"}
+
+
+def test_each_start_of_the_output_projections_is_tried_once():
+    usual = study.parse([judge.SCALE])
+    assert judge.other_starts(usual, "prenorm") == ["plain", "zero"]
+    assert judge.other_starts(usual | {"init_out": "plain"}, "prenorm") == ["scaled", "zero"]
 
 
 def test_a_verdict_that_the_time_ratio_changes_says_so():
@@ -615,6 +683,45 @@ def test_the_figure_cuts_no_interval_and_hides_no_point(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "a.png").stat().st_size > 0
 
 
+class Hangs:
+    """A process of gpu.py. Only the second one ends by itself."""
+
+    exitcode = None
+
+    def __init__(self, target, args):
+        self.number, _, _, self.out, self.ready, _ = args
+
+    def start(self):
+        self.ready.value = 1
+
+    def is_alive(self):
+        return self.exitcode is None
+
+    def join(self, timeout):
+        if self.number == 1:
+            self.exitcode = 0
+            self.out.write_text('{"settings": {}, "train": 2}')
+
+    def terminate(self):
+        self.exitcode = -15
+
+
+def test_gpu_py_goes_on_after_a_process_that_hangs(tmp_path, monkeypatch, capsys):
+    value = lambda kind, first: SimpleNamespace(value=first)
+    several = SimpleNamespace(Process=Hangs, RawValue=value)
+    fakes = {"get_context": lambda kind: several, "DEVICE": "cpu", "patience": 0}
+    fakes |= {"PROCESSES": {"hangs": "", "ends": ""}}
+    fakes |= {"FOLDER": tmp_path, "RESULT": tmp_path / "all.json"}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(gpu, name, fake)
+    monkeypatch.setattr(gpu.bench, "floors", lambda *how: (1e9, 1e9))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--patience=7"])
+    gpu.main()
+    told = capsys.readouterr().out.splitlines()
+    assert told == ["hangs: failed, not done after 7 s", "ends: measured"]
+    assert [*json.loads((tmp_path / "all.json").read_text())] == ["ends"]
+
+
 @cases("total, micro_steps", [(None, 1), (256, 2), (512, 4), (64, 1)])
 def test_a_timed_step_has_the_micro_steps_of_training(monkeypatch, total, micro_steps):
     rows, updates = [], []
@@ -637,6 +744,23 @@ def test_a_timed_step_has_the_micro_steps_of_training(monkeypatch, total, micro_
     assert len(updates) == study.STEPS
     assert len(rows) == study.STEPS * micro_steps
     assert sum(rows) * 32 == study.STEPS * (total or 4 * 32)
+
+
+def test_a_race_frees_its_models_for_the_runs_in_other_processes(place, monkeypatch):
+    class Step:
+        def __init__(self, *how):
+            self.itself = self  # as in a compiled module
+            models.append(weakref.ref(self))
+
+    models, freed = [], []
+    monkeypatch.setattr(study, "stepper", Step)
+    times = lambda candidates, rounds: dict.fromkeys(candidates, [1.0] * 5)
+    monkeypatch.setattr(study.bench, "race", times)
+    alive = lambda: freed.append([model() for model in models])
+    monkeypatch.setattr(torch.cuda, "empty_cache", alive)
+    runs = {"one": {"residual": "prenorm"}, "other": {"residual": "nag"}}
+    study.race("judge", runs, threads=torch.get_num_threads())
+    assert freed == [[None, None]]
 
 
 def test_times_with_other_threads_or_on_another_cpu_are_kept_apart(place, monkeypatch):
