@@ -17,8 +17,10 @@ from torch.library import custom_op, triton_op, wrap_triton
 try:
     import triton
     import triton.language as tl
-except ImportError:  # without CUDA: nothing here is called
+except ImportError:  # available is False
     triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None)
+
+available = hasattr(triton, "cdiv") and torch.version.hip is None  # AMD's Triton has no "tf32x3"
 
 
 @triton.jit
@@ -499,14 +501,6 @@ def power_above(count, least=16):
     return max(least, triton.next_power_of_2(count))
 
 
-def streams_of_rows(w, C):
-    return 1 if w is None else w.size(-1) // C
-
-
-def numbers_of(lane):
-    return 0 if lane is None else lane.size(-1)
-
-
 @triton_op("residual::exchange", mutates_args={})
 def exchange_op(
     X: Tensor, f: Tensor | None, lane: Tensor | None, w: Tensor | None, s: Tensor | None,
@@ -514,18 +508,18 @@ def exchange_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, *shape, C = X.shape
     N, R = math.prod(shape), 0 if w is None else w.size(0)
+    K, E = 1 if w is None else w.size(-1) // C, 0 if lane is None else lane.size(-1)
     dtype = torch.promote_types(X.dtype, torch.float32)
     # with other sizes, or num_stages=3, a thread needs more registers than there are; not timed
     BT, num_warps = (32, 8) if R <= 16 else (16, 4)
     empty = lambda wanted, *size: X.new_empty(*size if wanted else (0,), dtype=dtype)
-    K = streams_of_rows(w, C)
     y, squares = empty(R, *shape, n // K * R), empty(R, *shape, n // K)
     pre, rho = empty(source, *shape, n), empty(gain is not None, *shape, 1)
     new = X.new_empty(0 if f is None else X.shape)
     h = X.new_empty((*shape, C) if source else 0)
     wrap_triton(exchange_kernel)[(triton.cdiv(N, BT),)](
         X, f, lane, w, s, b, gain, new, y, squares, pre, rho, h, N, eps, norm_eps, C, n, R,
-        power_above(R), K, numbers_of(lane), source, BT, min(32, power_above(C)),
+        power_above(R), K, E, source, BT, min(32, power_above(C)),
         num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     return new, y, squares, pre, rho, h
@@ -541,20 +535,20 @@ def exchange_backward_op(
     The sum of all parts is the gradient."""
     n, *shape, C = X.shape
     N, R = math.prod(shape), 0 if w is None else w.size(0)
+    K, E = 1 if w is None else w.size(-1) // C, 0 if lane is None else lane.size(-1)
     BC = min(64, power_above(C))  # at N = 4096, C = 2048: 128 programs, 132 SMs
     across, along = triton.cdiv(C, BC), triton.cdiv(N, CHUNK)
     dtype = torch.promote_types(X.dtype, torch.float32)
     empty = lambda wanted, *size: X.new_empty(*size if wanted else (0,), dtype=dtype)
     grad_x = torch.empty_like(X)
     grad_f = X.new_empty(0) if f is None else torch.empty_like(f)
-    grad_lane = empty(lane is not None, across, *shape, numbers_of(lane))
-    K = streams_of_rows(w, C)
+    grad_lane = empty(lane is not None, across, *shape, E)
     of_w = R * K * C
     parts = empty(True, along, of_w if gain is None or grad_h is None else of_w + C)
     wrap_triton(exchange_backward_kernel)[(across, along)](
         X, f, lane, w, gain, pre, rho, q, grad_new, grad_h, grad_y, grad_squares,
         grad_x, grad_f, grad_lane, parts, N, CHUNK,
-        C, n, R, power_above(R), K, numbers_of(lane), given, 16, BC, num_warps=8, num_stages=1,
+        C, n, R, power_above(R), K, E, given, 16, BC, num_warps=8, num_stages=1,
     )  # fmt: skip
     return grad_x, grad_f, grad_lane, parts
 
@@ -581,7 +575,7 @@ class Exchange(torch.autograd.Function):
     def backward(ctx, grad_new, grad_y, grad_squares, _, q, grad_h):
         X, f, lane, w, gain, pre, rho = ctx.saved_tensors
         if w is not None:
-            groups = len(X) // streams_of_rows(w, X.size(-1))
+            groups = len(X) * X.size(-1) // w.size(-1)
             zeros = lambda size: pre.new_zeros(*X.shape[1:-1], size)
             grad_y = zeros(groups * len(w)) if grad_y is None else grad_y
             grad_squares = zeros(groups) if grad_squares is None else grad_squares
@@ -873,14 +867,13 @@ def rotate_backward(r_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
         put(of_f_ptr, row, at, N, D, of_f)
 
 
-def launch(kernel, tensors, a, w, eps, centre, orthogonal):
-    """Run a kernel of NAG over all tokens."""
-    r = tensors[0]
+def how_to_launch(r, a, w, eps, centre, orthogonal):
+    """The grid of a kernel of NAG, and what it takes besides tensors."""
     N, D, C = r.numel() // r.size(-1), r.size(-1), 0 if w is None else len(w)
-    wrap_triton(kernel)[(triton.cdiv(N, ROWS),)](
-        *tensors, N, EACH=int(a.numel() > 1), D=D, C=C, PADDED=power_above(C),
-        num_warps=8, EPS=eps, CENTRE=centre, ORTHOGONAL=orthogonal,
-        ROWS=ROWS, COLUMNS=min(SPAN // r.element_size(), power_above(D)),
+    columns = min(SPAN // r.element_size(), power_above(D), max(16, 8192 // power_above(C)))
+    return (triton.cdiv(N, ROWS),), dict(
+        N=N, EACH=int(a.numel() > 1), D=D, C=C, PADDED=power_above(C), EPS=eps, CENTRE=centre,
+        ORTHOGONAL=orthogonal, ROWS=ROWS, COLUMNS=columns, num_warps=8,
     )  # fmt: skip
 
 
@@ -893,8 +886,8 @@ def rotated(
     """The new r and s, and the products of r with the rows of w"""
     products = r.new_empty(0) if w is None else w.new_empty(*r.shape[:-1], len(w))
     out = torch.empty_like(r), torch.empty_like(s), products
-    inputs = r, s, f, a, ramp, w, b, p, raw
-    launch(rotate_forward, (*inputs, *out), a, w, eps, centre, orthogonal)
+    grid, how = how_to_launch(r, a, w, eps, centre, orthogonal)
+    wrap_triton(rotate_forward)[grid](r, s, f, a, ramp, w, b, p, raw, *out, **how)
     return out
 
 
@@ -908,7 +901,8 @@ def rotated_backward(
     programs, C = triton.cdiv(of_lane.numel(), ROWS), 0 if w is None else len(w)
     out = [*map(torch.empty_like, (r, f, a, products)), a.new_empty(2 * C + 2, programs)]
     tensors = r, f, a, ramp, w, b, p, raw, products, of_new, of_lane, *out
-    launch(rotate_backward, tensors, a, w, eps, centre, orthogonal)
+    grid, how = how_to_launch(r, a, w, eps, centre, orthogonal)
+    wrap_triton(rotate_backward)[grid](*tensors, **how)
     return tuple(out)
 
 

@@ -12,7 +12,7 @@ The setting moe_balance chooses how the load of the experts is balanced:
 
 One parameter (E, out, in) holds a matrix of all experts. Tokens are sorted by expert and multiplied
 group by group: one kernel in bfloat16 if 8 divides the widths, else a loop, because torch has no
-kernel there.
+kernel there. With `bias`, a shared expert has biases, the others have none.
 
 Differs from the papers: no expert has a capacity limit, so no token is dropped. (3) acts on softmax
 scores, where the paper has sigmoids. (4) counts all k choices of a token.
@@ -151,13 +151,14 @@ def reset_penalties(model):
 
 
 @torch.no_grad()
-def balance(experts, world=1):
-    """Eq. 3, after an optimizer step, on every rank. Returns each expert's share, (layers, E)."""
+def balance(experts, world=1, move=True):
+    """Eq. 3 if move, after an optimizer step, on every rank. Returns each expert's share of the
+    tokens, (layers, E)."""
     load = torch.stack([layer.load for layer in experts]).float()
     if world > 1:
         dist.all_reduce(load)
     for layer, row in zip(experts, load):
-        if not layer.by_loss:
+        if move and not layer.by_loss:
             layer.bias += RATE * torch.sign(row.mean() - row)
         layer.load.zero_()
     return load / load.sum(1, keepdim=True).clamp(min=1)

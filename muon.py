@@ -43,7 +43,7 @@ def polar(x):
     x = x / (norm(x) + 1e-7)
     A = x @ x.mT
     AA = A @ A
-    s = 1.01 * norm(AA).sqrt().sqrt() + 1e-7  # Eq. 5
+    s = (1.01 * norm(AA).sqrt().sqrt()).clamp(min=1e-3)  # Eq. 5; norm(AA) rounds to 0 for tiny U
     x, A, AA = x / s, A / s**2, AA / s**4
 
     wide, Q = x.size(-1) > 2 * x.size(-2), None

@@ -44,6 +44,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+import kernels
+
 KERNELS = True  # on CUDA, the designs that have kernels in kernels.py use them
 POST_SHARE = 0.25  # mixln: the share of the blocks that are post-norm, from the first one on
 
@@ -122,7 +124,7 @@ def learns(*tensors):
 
 def on_cuda(x):
     """Whether kernels.py runs for x."""
-    return KERNELS and x.is_cuda
+    return KERNELS and kernels.available and x.is_cuda
 
 
 # ------------------------------------------------------------------------------------------------
@@ -525,17 +527,7 @@ class X0Mix(PreNorm):
 
 
 RESIDUALS = {
-    "none": NoSkip,
-    "postnorm": PostNorm,
-    "prenorm": PreNorm,
-    "perinorm": PeriNorm,
-    "lns": LNS,
-    "dyt": DyTResidual,
-    "derf": DerfResidual,
-    "deepnorm": DeepNorm,
-    "keel": Keel,
-    "rezero": ReZero,
-    "mixln": MixLN,
-    "x0mix": X0Mix,
-    "outnorm": OutNorm,
-}
+    "none": NoSkip, "postnorm": PostNorm, "prenorm": PreNorm, "perinorm": PeriNorm, "lns": LNS,
+    "dyt": DyTResidual, "derf": DerfResidual, "deepnorm": DeepNorm, "keel": Keel,
+    "rezero": ReZero, "mixln": MixLN, "x0mix": X0Mix, "outnorm": OutNorm,
+}  # fmt: skip

@@ -5,8 +5,8 @@ from test_all import data, over_ranks, quick_compiler, runs, texts
 __all__ = ["data", "over_ranks", "quick_compiler", "runs", "texts"]
 
 # Parts of names, the longest tests first: at the end, all processes would wait for a long one.
-LONG = ("documented_command", "for_an_h100", "resumes_on_any_number", "follows_k",
-        "inductor", "interpreter", "kill_9")  # fmt: skip
+LONG = ("kernels_equal_float64", "documented_command", "for_an_h100", "resumes_on_any_number",
+        "follows_k", "inductor", "interpreter", "kill_9")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

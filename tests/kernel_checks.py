@@ -341,7 +341,8 @@ def by_kernels(monkeypatch):
     """Replace the functions of streams.py that the goldens hold."""
     first = lambda X, *more: kernels.Exchange.apply(torch.stack([*X]), None, *more)
 
-    def mhc_maps(X, w, s, b, iters, eps=streams.EPS):
+    def mhc_maps(X, w, sb, iters, eps=streams.EPS):
+        s, b = sb[: -len(w)], sb[-len(w) :]
         _, y, squares, *_ = first(X, None, w, None, None, None, kernels.NONE, eps, 0.0)
         n, C = len(X), X[0].size(-1)
         pre, maps = kernels.Maps.apply(y, squares, s, b, False, n, C, False, iters, eps)

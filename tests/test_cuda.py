@@ -68,8 +68,8 @@ def test_on_cuda_fused_code_equals_float64(d, dtype, close, kind):
 
     def bounded(x, f):
         x = norms.upcast(x + f)
-        y = bhyt.bounded_tanh(x, mean_square(x), x.new_full((1,), 2.0), gamma[0].to(x))
-        return y.to(f.dtype)
+        y = bhyt.Tanh.apply(2.0 / bhyt.KAPPA * torch.rsqrt(mean_square(x) + 1e-6) * x)
+        return (gamma[0].to(x) * y).to(f.dtype)
 
     for function in (turned, bounded):
         results = []
@@ -117,7 +117,7 @@ def test_on_cuda_a_compiled_step_equals_float64(kind):
     idx, targets = order[:, :32], order[:, 32:]  # each token once: top-k breaks ties as it likes
     loss, grads = loss_and_gradients(copy.deepcopy(model).double(), idx, targets)
     rounded = 0.4 if "router" in kind else 0.1  # rounding changes which tokens a router takes
-    for dtype, of_loss, of_grads in (("float32", 1e-5, 1e-3), ("bfloat16", 2e-3, rounded)):
+    for dtype, of_loss, of_grads in (("float32", 1e-5, 2e-3), ("bfloat16", 2e-3, rounded)):
         ours = copy.deepcopy(model).to(DEVICE)
         ours.compile_blocks()
         got = loss_and_gradients(ours, idx.to(DEVICE), targets.to(DEVICE), dtype)
@@ -126,7 +126,8 @@ def test_on_cuda_a_compiled_step_equals_float64(kind):
 
 
 @cases("mode, rows", [
-    ("prenorm", 3), ("nag", 3), ("bhyt", 3), ("ihc", 3), ("ihc", 1), ("attnres", 3)])  # fmt: skip
+    ("prenorm", 3), ("nag", 3), ("nag", 1), ("bhyt", 3), ("ihc", 3), ("ihc", 1), ("attnres", 3),
+    ("attnres", 1)])  # fmt: skip
 def test_on_cuda_compiled_decoding_equals_the_full_forward(mode, rows):
     """Of given text: text that a model generates with one embedding for both ends repeats."""
     model = shaken(tiny(residual=mode, n_kv_head=1, tied=False)).to(DEVICE).eval()
