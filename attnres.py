@@ -9,6 +9,8 @@ Each sublayer has a learned query w and gain g, and so has the end of the model:
                attnres_size sublayers; the last block is a source from its first sublayer on
     sublayer   p = softmax_i(<w * g, v_i> / rms(v_i)),  f = F(Norm(sum_i p_i v_i))               (1)
 
+w starts at 0, so a sublayer first reads the mean of its sources: not pre-norm.
+
 Cost: sublayer l of attnres reads l sources, so the reads grow with the square of the depth;
 attnres_block bounds the number of sources. All readers share the sources, so a step keeps about as
 much as pre-norm for its backward pass. The number of sources differs by depth, so the blocks of a
@@ -21,7 +23,8 @@ With Mixture of Depths, an output that a token skipped is masked in Eq. 1, becau
 would still take weight.
 
 Differs from the paper:
-- Eq. 1 is float32, whatever the dtype of the stream.
+- Eq. 1 is float32, whatever the dtype of the stream. On CUDA, the sum that two sublayers share is
+  kept in the dtype of the stream between their reads.
 - attnres keeps each output in its own dtype, such as bfloat16. Sums have the dtype of the stream.
 """
 

@@ -28,7 +28,9 @@ Differs from the paper and its release:
 - bhyt_unit is ours. gamma starts at kappa / lam, so that the first outputs have a variance near 1,
   like those of RMSNorm. W_V then reads gamma * tanh: c = |diag(gamma) W_V W_O|_F^2 / (T d).    (6)
 - A branch scale g multiplies the output of attention by g, and the increment in (3) by g^2.
-- (4) does not count the value embeddings (value_embeds), so v' is too small with them.
+- (4) counts neither value embeddings (value_embeds) nor biases, so v' is too small with them.
+- In training, val_loss is measured with the c of the last refresh. A checkpoint that is loaded for
+  eval.py gets a fresh c.
 """
 
 import torch
@@ -69,12 +71,6 @@ class Tanh(torch.autograd.Function):
         return grad * (1 - t * t)
 
 
-def bounded_tanh(x, v, lam, gamma, eps=1e-6):
-    """Eq. 2. gamma is None once fold has multiplied it into the next linear."""
-    y = Tanh.apply((lam / KAPPA) * torch.rsqrt(v + eps) * x)
-    return y if gamma is None else gamma * y
-
-
 def attention_gain(w_v, w_o, n_head, n_kv_head, block_size):
     """Eq. 4, a scalar, for nn.Linear weights w_v (G D, d) and w_o (d, H D).
 
@@ -105,7 +101,8 @@ class BoundedTanh(nn.Module):
     def forward(self, x, v=None):
         x_float = upcast(x)
         v = x_float.square().mean(-1, keepdim=True) if v is None else v
-        return bounded_tanh(x_float, v, self.lam, self.gain, self.eps).to(x.dtype)
+        y = Tanh.apply((self.lam / KAPPA) * torch.rsqrt(v + self.eps) * x_float)
+        return (y if self.gain is None else self.gain * y).to(x.dtype)
 
 
 class BHyTEnds(FinalNorm):
@@ -153,7 +150,7 @@ class PreNormApprox(PreNorm):
         return self.norm.gain.detach().square().mean()  # Eq. 5
 
     def read(self, stream):
-        known = stream.lane is not None and not self.first  # prune.py may have skipped the MLP
+        known = stream.lane is not None and not self.first  # prune.py may skip either sublayer
         v = stream.lane if known else upcast(stream.x).square().mean(-1, keepdim=True)
         return self.norm(stream.x, v), stream.replace(lane=v)
 

@@ -15,19 +15,17 @@ import glob
 import os
 import pickle
 import shutil
-import zipfile
 from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-import streams
 from data import atomic, file_sha256, make_folder
 from machine import gathered, shard_like
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig
 
-FORMAT = 4  # raise it when the content of a file or the meaning of a setting changes
+FORMAT = 5  # raise it when the content of a file or the meaning of a setting changes
 USE_ITS_CODE = "use the code that wrote it: log.jsonl has its commit"
 NEWEST = "ckpt.pt"
 RATES = ("learning_rate", "gate_lr", "embed_lr", "head_lr")
@@ -85,8 +83,6 @@ def copy_tokenizer(folder, to, names=("tokenizer.json", "tokenizer_config.json")
 def load(path):
     """The state in a checkpoint, with its "path". Its tensors stay on disk until they are used."""
     path = locate(path)
-    if not zipfile.is_zipfile(path):
-        raise SystemExit(f"{path} is no checkpoint of train.py, or it is cut off")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except READ_ERRORS as error:
@@ -102,8 +98,6 @@ def load(path):
     if differs:
         names = ", ".join(sorted(differs))
         raise SystemExit(f"{path} differs from this code in the settings {names}: {USE_ITS_CODE}")
-    config = state["config"]  # older code stored 4 for every mode, also without streams
-    config["hc_streams"] = streams.resolved(config["residual"], config["hc_streams"])
     return state | {"path": path}
 
 

@@ -47,14 +47,17 @@ def configure(namespace, *dataclasses, argv, unused=()):
     The first has every setting of the script and the dataclasses. The second has only those that
     config files or the command line set. Config files may hold settings that are unused here.
     """
-    own = settings_of(namespace["__file__"])
+    own = read_settings(open(namespace["__file__"]).read())
     known = dict(own)
     for cls in dataclasses:
         known |= read_settings(textwrap.dedent(inspect.getsource(cls)), of=cls.__name__)
     defaults.clear()
     defaults.update({key: setting.default for key, setting in known.items()})
     if "--help" in argv or "-h" in argv:
-        raise SystemExit(print_help(namespace, known))
+        print((namespace["__doc__"] or "").strip() + "\n\nsettings, as --key=default:")
+        for key, setting in known.items():
+            print(f"  {f'--{key}={setting.default}':<36} {setting.comment}")
+        raise SystemExit
     given = {}
     for source, key, value in overrides(argv, known):
         if key in unused and key not in known and source != "command line":
@@ -67,10 +70,6 @@ def configure(namespace, *dataclasses, argv, unused=()):
     values = defaults | given
     namespace.update({key: values[key] for key in own})
     return values, given
-
-
-def settings_of(path):
-    return read_settings(open(path).read())
 
 
 def read_settings(text, of=None):
@@ -191,12 +190,6 @@ def usage(text, argv, fits):
     if asked or not fits or "" in argv:
         print(text.strip(), file=sys.stdout if asked else sys.stderr)
         raise SystemExit(not asked)
-
-
-def print_help(namespace, settings):
-    print((namespace["__doc__"] or "").strip() + "\n\nsettings, as --key=default:")
-    for key, setting in settings.items():
-        print(f"  {f'--{key}={setting.default}':<36} {setting.comment}")
 
 
 def echo(settings):

@@ -68,22 +68,17 @@ def prepare_process(device):
         mallopt(-3, 1 << 30) and mallopt(-1, 1 << 30)  # M_MMAP_THRESHOLD, then M_TRIM_THRESHOLD
 
 
-def computes_bfloat16(device_type):
-    """Whether the hardware multiplies in bfloat16. torch has only private checks for CPUs."""
-    if device_type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device_type == "mps":
-        return False
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
 def pick_dtype(name, device_type):
-    """float32 or bfloat16, for autocast. auto: bfloat16 if the hardware supports it."""
+    """float32 or bfloat16, for autocast. auto: bfloat16 if the hardware multiplies in it."""
     if name not in ("auto", "float32", "bfloat16"):
         raise SystemExit(f"dtype={name!r}: must be auto, float32 or bfloat16")
-    if name == "auto":
-        return "bfloat16" if computes_bfloat16(device_type) else "float32"
-    return name
+    if name != "auto":
+        return name
+    if device_type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:  # torch has only private checks for CPUs
+        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if fast and device_type != "mps" else "float32"
 
 
 def autocast(device, dtype):
@@ -103,13 +98,11 @@ def can_compile(device_type):
     return device_type == "cuda"
 
 
-def cpu_name():
+def device_name(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     cpuinfo = open("/proc/cpuinfo").read() if os.path.exists("/proc/cpuinfo") else ""
     return re.findall(r"model name\s*: (.*)", cpuinfo + f"model name : {platform.processor()}")[0]
-
-
-def device_name(device):
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def cores():

@@ -19,18 +19,20 @@ A running histogram of q sets tau and k, after the first step and then every BAL
 With mod_budget "global", all sublayers share one tau, below which on average mod_rate of the scores
 lie. Each sublayer's k follows from its own scores above tau. With "layer", each has its own tau.
 
-A token that skips gets no update. With the nag router and mod_fallback, it rotates by the same a
-towards a learned v_l. Keys and values are computed for all tokens. Queries, scores (on CUDA
-sometimes for all: attention.py), the output projection, the MLP and the experts are computed only
-for running tokens. In evaluation, sequences are padded to the number of queries of the sequence
-with the most running tokens. There a compiled model computes all tokens and masks the output: its
-shapes cannot depend on the data. So eager decoding of one sequence saves the time of what a token
-skips, and compiled decoding saves none.
+A token that skips gets no update (x0mix mixes before a block for all tokens). With the nag router
+and mod_fallback, it rotates by the same a towards a learned v_l. Keys and values are computed for
+all tokens. Queries, scores (on CUDA sometimes for all: attention.py), the output projection, the
+MLP and the experts are computed only for running tokens. In evaluation, sequences are padded to the
+number of queries of the sequence with the most running tokens. There a compiled model computes all
+tokens and masks the output: its shapes cannot depend on the data. So eager decoding of one sequence
+saves the time of what a token skips, and compiled decoding saves none.
 
 Differs from the papers:
 - The learned router is for single sublayers, and a token that skips still gives keys and values. In
   its paper it is for every second block, and such a token gives none.
 - k is the same for all sequences of a batch, and changes only when the histogram is read.
+- Raposo et al. multiply the update by <w, h> itself, and train a predictor for evaluation. Here q
+  has a sigmoid, and evaluation compares it with tau.
 - The fallback is off by default, because our first runs did not show that it helps.
 """
 

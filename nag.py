@@ -27,7 +27,7 @@ Differs from the paper:
 - (5) clamps the mixture away from 0, where the power has an infinite gradient.
 - e in (1) also has the embeddings of earlier tokens, if smear is above 0.
 - g_dec is initialised so that the first logits have std nag_first_logits at any depth, if there is
-  no alpha_warmup_iters.
+  no alpha_warmup_iters and no token skips a sublayer.
 - s and all statistics are float32, but not <w_c, r>, which is a matrix product like others. r has
   the dtype of the stream, which may be bfloat16.
 """
@@ -40,17 +40,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import kernels
-from norms import (
-    NoEnds,
-    PreNorm,
-    Stream,
-    embedding_std,
-    fusing,
-    on_cuda,
-    refuse_norm,
-    scales,
-    upcast,
-)
+import norms
+from norms import NoEnds, PreNorm, Stream, embedding_std, fusing, on_cuda, upcast
 
 ALPHA_POWER = 0.5  # alpha of sublayer l starts at l^-ALPHA_POWER
 
@@ -153,7 +144,7 @@ class Rotation(torch.autograd.Function):
 class NAGEnds(NoEnds):
     def __init__(self, config):
         super().__init__(config)
-        refuse_norm(config)
+        norms.refuse_norm(config)
         self.g_enc = nn.Parameter(torch.empty(1)) if config.nag_lane else None
         self.g_dec = nn.Parameter(torch.empty(1))
         self.start = start_of_g_dec(config)
@@ -229,9 +220,7 @@ class NAG(PreNorm):
         self.alpha = nn.Parameter(torch.empty(1))
         if C:
             self.w = nn.Parameter(torch.empty(C, config.n_embd))
-            self.b = nn.Parameter(torch.empty(C))
-            self.p = nn.Parameter(torch.empty(C))
-            self.raw_beta = nn.Parameter(torch.empty(1))
+            self.constants = nn.Parameter(torch.empty(2 * C + 1))  # b, p, and beta before softplus
         self.start = layer**-ALPHA_POWER
         self.modulated = C > 0
         self.parts = dict(centre=config.nag_centre, orthogonal=config.nag_orthogonal)
@@ -241,16 +230,20 @@ class NAG(PreNorm):
         nn.init.constant_(self.alpha, self.start)
         if self.modulated:
             nn.init.normal_(self.w, std=self.w.size(1) ** -0.5)
-            nn.init.zeros_(self.b)
-            nn.init.zeros_(self.p)
-            nn.init.constant_(self.raw_beta, math.log(math.e - 1))  # softplus(raw_beta) = 1
+            nn.init.zeros_(self.constants)
+            self.constants[-1] = math.log(math.e - 1)  # beta = 1
+
+    def b_p_raw_beta(self):
+        C = len(self.w)
+        return self.constants.split([C, C, 1])
 
     def turn(self, r):
         """Eq. 5: a of every token, (B, T, 1)"""
         a = self.ramp * self.alpha
         if not self.modulated:
             return a.expand(*r.shape[:-1], 1)
-        return a * modulator(F.linear(r, self.w), self.b, self.p, F.softplus(self.raw_beta))
+        b, p, raw_beta = self.b_p_raw_beta()
+        return a * modulator(F.linear(r, self.w), b, p, F.softplus(raw_beta))
 
     def read(self, stream):
         return stream.x, stream
@@ -259,9 +252,9 @@ class NAG(PreNorm):
         r, s = stream.x, stream.lane
         if on_cuda(r):
             a, ramp = (self.alpha, self.ramp) if turn is None else (turn, None)
-            a = gate * a if scales(gate) else a
+            a = gate * a if norms.scales(gate) else a
             modulated = self.modulated and turn is None
-            factor = (self.w, self.b, self.p, self.raw_beta) if modulated else None
+            factor = (self.w, *self.b_p_raw_beta()) if modulated else None
             x, lane = kernels.rotate(r, s, f, a, factor, ramp, **self.parts)
             return stream.replace(x=x, lane=lane)
         turn = self.turn(r) if turn is None else turn  # mod.py passes that of its router

@@ -28,10 +28,11 @@ alpha, s_qk and s_z are stored near 1 / sqrt(d), the size of a matrix entry, and
 A step of Adam thus changes s_z by about sqrt(d) times the learning rate, and logits start in
 [-1, 1]. In short runs this limits the loss; a higher gate_lr, the rate of s_z and alpha, helps.
 
-No norm of the stream has a gain, and there is no weight decay or warm-up. The gate of mod.py and
-branch_scale multiply alpha, because (2) would remove them from F. "The stream" of depth.py is h, of
-norm 1. Biases and the routers of mod.py and moe.py are not on the sphere. Experts share one s_u and
-s_v; a shared expert has its own.
+No norm of the stream has a gain. By default there is no weight decay or warm-up, and the head has
+its own matrix; config/plain.py sets all three. The gate of mod.py and branch_scale multiply alpha,
+because (2) would remove them from F. "The stream" of depth.py is h, of norm 1. Biases and the
+routers of mod.py and moe.py are not on the sphere. Experts share one s_u and s_v; a shared expert
+has its own.
 
 Adapters (lora.py): (1) skips frozen weights and the adapters. A merged matrix is off the sphere and
 is used as it is; training that goes on from it restores (1) after the first step.

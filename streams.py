@@ -24,8 +24,8 @@ write and mix them:
                a sublayer reads with the h_pre that the previous sublayer made:
                f = F(Norm(pre^T X)),  X as in Eq. 1,  pre <- h_pre(X before the write)           (7)
                begin: pre = (1, 0, ..., 0); end: h = pre^T X, with the last pre
-    gated      from the code of Qwen3.8-Flash-Next. z_i = RMSNorm_i(X_i). D has n_embd / RANK rows,
-               each U_i has C. h = mean_i sigmoid(U_i silu(D vec(z) / n)) * z_i                  (8)
+    gated      from the code of Qwen3.8-Flash-Next. z_i = RMSNorm_i(X_i). D has n_embd / SHARE rows,
+               each U_i has C rows. h = mean_i sigmoid(U_i silu(D vec(z) / n)) * z_i            (8)
                X_i <- X_i + 2 sigmoid(<w_i, vec(z)> / n) F(h)                                   (9)
                end: h of Eq. 8 with its own gains, D and U, and no final norm
     wide       NVIDIA's Nemotron, Megatron-LM #6716. The maps are constants of the sublayer:
@@ -33,10 +33,12 @@ write and mix them:
                X_i <- (0.9 + 0.1 sigmoid(kappa_i)) X_i + 2 sigmoid(beta_i) f                    (11)
                end: the sum of Eq. 10 with its own rho, then Norm
 
-mhc_start sets the initial maps of mhc, ihc and smhc. W is random. At "prenorm" the s are 0, h_pre
-reads the mean, h_post is 1 and M is near I: the model equals pre-norm, to about 1e-5. At "paper"
-the s are 0.01, and at "deepseek", as in the code of DeepSeek-V4, they are 1; the b are 0 in both.
-Equal streams with zero maps would stay equal for ever; a random W parts them once the s move.
+First values: in hc M = I, h_post = 1, s = 0.01, W = 0, and sublayer l reads stream l mod n. In wide
+the read is the mean, X_i keeps 0.999, and beta from -0.01 to 0.01 parts the streams. mhc_start sets
+the maps of mhc, ihc and smhc. W is random. At "prenorm" the s are 0, h_pre reads the mean, h_post
+is 1 and M is near I: the model equals pre-norm, to about 1e-5. At "paper" the s are 0.01, and at
+"deepseek", as in the code of DeepSeek-V4, they are 1; the b are 0 in both. Equal streams with zero
+maps would stay equal for ever; a random W parts them once the s move.
 
 Cost: n streams take n times the reads and writes of the stream, and `recompute` keeps n times the
 bytes (with kernels n + 1 times). wide has no products, and smhc can write, make the next maps and
@@ -64,35 +66,20 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from norms import (
-    FinalNorm,
-    PreNorm,
-    RMSNorm,
-    Stream,
-    fusing,
-    learns,
-    mlps,
-    on_cuda,
-    refuse,
-    scales,
-    upcast,
-    weight_of,
-)
+import norms
+from norms import FinalNorm, PreNorm, RMSNorm, Stream, fusing, learns, mlps, on_cuda, upcast
 
 EPS = 1e-6  # of Eqs. 4, 5 and 6
 ITERS = 20  # of Eq. 5: times that columns are scaled
 STARTS = {"prenorm": 0.0, "paper": 0.01, "deepseek": 1.0}  # mhc_start: first s
-RANK = 8  # gated: D and U have the rank n_embd / RANK, at least 1
+SHARE = 8  # gated: D and U have the rank n_embd / SHARE, at least 1
 NEAR = 5.0  # mhc_start "prenorm": M starts with e^NEAR on its diagonal for each 1 beside it
 
 
-def resolved(residual, hc_streams):
-    """The number of streams: the setting, or the mode's default. None: not a mode of this file."""
-    return (hc_streams or RESIDUALS[residual].n_streams) if residual in RESIDUALS else None
-
-
 def count(config):
-    return resolved(config.residual, config.hc_streams)
+    """The number of streams: the setting, or the mode's default. None: not a mode of this file."""
+    mode = RESIDUALS.get(config.residual)
+    return mode and (config.hc_streams or mode.n_streams)
 
 
 def reads_mean(n):
@@ -217,12 +204,12 @@ def factors(A, iters, eps):
     return found
 
 
-def mhc_maps(X, w, s, b, iters, eps=EPS):
-    """Eqs. 4 and 5: h_pre and h_post, lists of n, and M, n lists of n, or None without its s."""
+def mhc_maps(X, w, sb, iters, eps=EPS):
+    """Eqs. 4 and 5: h_pre and h_post, lists of n, and M, n lists of n. M is None without s_3."""
     n, scale = len(X), inverse_rms(X, eps)
     y = [y_i * scale for y_i in multiply(w, X)]
-    s_pre, s_post, *s_mix = entries(s, X[0])
-    b = entries(b, X[0])
+    s_and_b = entries(sb, X[0])
+    (s_pre, s_post, *s_mix), b = s_and_b[: -len(w)], s_and_b[-len(w) :]
     pre = [torch.sigmoid(s_pre * y_i + b_i) + eps for y_i, b_i in zip(y[:n], b)]
     post = [2 * torch.sigmoid(s_post * y_i + b_i) for y_i, b_i in zip(y[n : 2 * n], b[n:])]
     if not s_mix:
@@ -233,10 +220,10 @@ def mhc_maps(X, w, s, b, iters, eps=EPS):
     return pre, post, [row.unbind() for row in M.unbind()]
 
 
-def mhc_end(X, w, s, b, eps=EPS):
+def mhc_end(X, w, sb, eps=EPS):
     """Eq. 6: (B, T, C)"""
     y, scale = multiply(w, X), inverse_rms(X, eps)
-    (s,), b = entries(s, X[0]), entries(b, X[0])
+    s, *b = entries(sb, X[0])
     return read(X, [torch.sigmoid(s * y_i * scale + b_i) + eps for y_i, b_i in zip(y, b)])
 
 
@@ -269,12 +256,11 @@ def wide_read(X, rho):
     return read(X, entries(torch.sigmoid(rho), X[0]))
 
 
-def wide_write(X, kappa, beta, f):
+def wide_write(X, kappa_beta, f):
     """The new X of Eq. 11."""
-    n, both = len(X), torch.sigmoid(torch.cat([kappa, beta]))  # one sum over tokens for both
-    factors = entries(both, X[0])
-    kept = [0.9 + 0.1 * factor for factor in factors[:n]]
-    post = [2 * factor for factor in factors[n:]]
+    factors = entries(torch.sigmoid(kappa_beta), X[0])
+    kept = [0.9 + 0.1 * factor for factor in factors[: len(X)]]
+    post = [2 * factor for factor in factors[len(X) :]]
     return [(k * upcast(x) + h * f).to(x.dtype) for k, x, h in zip(kept, X, post)]
 
 
@@ -330,17 +316,16 @@ class MHCEnds(HCEnds):
     def __init__(self, config):
         super().__init__(config)
         self.w = nn.Parameter(torch.empty(self.n, self.n * config.n_embd))
-        self.s = nn.Parameter(torch.empty(1))
-        self.b = nn.Parameter(torch.empty(self.n))
+        self.sb = nn.Parameter(torch.empty(1 + self.n))  # s, b
         self.start = config.mhc_start
 
     def reset_parameters(self):
         nn.init.normal_(self.w, std=self.w.size(1) ** -0.5)
-        nn.init.constant_(self.s, STARTS[self.start])
-        nn.init.constant_(self.b, reads_mean(self.n) if self.start == "prenorm" else 0.0)
+        self.sb[0] = STARTS[self.start]
+        self.sb[1:] = reads_mean(self.n) if self.start == "prenorm" else 0.0
 
     def additive(self, stream):
-        return mhc_end(streams_of(stream), self.w, self.s, self.b)
+        return mhc_end(streams_of(stream), self.w, self.sb)
 
 
 class Streams(PreNorm):
@@ -397,7 +382,7 @@ class Connections(Streams):
         n = self.n
         if stacked(stream):
             maps = stream.lane
-            if scales(gate):
+            if norms.scales(gate):
                 maps = torch.cat([gate * maps[..., :n], maps[..., n:]], -1)
             return stream.replace(lane=None, sources=(f, maps))
         maps = stream.lane.split(1, -1)
@@ -417,30 +402,30 @@ class HC(Connections):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.first, self.eps = layer % self.n, config.norm_eps
-        self.a = nn.Parameter(torch.empty(self.n, self.n + 2))
         self.w = nn.Parameter(torch.empty(self.n + 2, config.n_embd))
-        self.s = nn.Parameter(torch.empty(2))
-        self.uses = {"w": self.n, "a": 0}  # for model.matmul_flops: every stream is multiplied by W
+        self.sa = nn.Parameter(torch.empty(2 + self.n * (self.n + 2)))  # s, a
+        self.uses = {"w": self.n}  # for model.matmul_flops: every stream is multiplied by W
 
     @staticmethod
     def init_sublayers(block, config):
         """Output projections start times sqrt(n), because the end sums n streams."""
         for layer in (block.attn.wo, *(mlp.down for mlp in mlps(block))):
-            weight_of(layer).mul_(math.sqrt(count(config)))
+            norms.weight_of(layer).mul_(math.sqrt(count(config)))
 
     def reset_parameters(self):
-        nn.init.ones_(self.a)  # h_post
-        self.a[:, 0] = 0  # h_pre
-        self.a[self.first, 0] = 1
-        nn.init.eye_(self.a[:, 2:])  # M
         nn.init.zeros_(self.w)
-        nn.init.constant_(self.s, 0.01)
+        self.sa[:2] = 0.01
+        a = self.sa[2:].unflatten(0, (self.n, -1))
+        a[:, 0] = 0  # h_pre
+        a[self.first, 0] = 1
+        a[:, 1] = 1  # h_post
+        nn.init.eye_(a[:, 2:])  # M
 
     def maps(self, X):
         """Eqs. 2 and 3: h_pre and h_post, lists of n, and M, n lists of n."""
-        s_1, s_2 = entries(self.s, X[0])
+        s_1, s_2, *a = entries(self.sa, X[0])
         s = (s_1, s_2, *[s_1] * self.n)
-        a, y = iter(entries(self.a, X[0])), iter(multiply(self.w, X))
+        a, y = iter(a), iter(multiply(self.w, X))
         pre, post, M = [], [], []
         for x in X:
             scale = inverse_rms([x], self.eps)
@@ -452,7 +437,7 @@ class HC(Connections):
         return pre, post, M
 
     def fetch_maps(self, stream):
-        return self.fetch(stream, kernels.TANH, self.w, self.s, self.a, self.eps)
+        return self.fetch(stream, kernels.TANH, self.w, self.sa[:2], self.sa[2:], self.eps)
 
 
 class MHC(Connections):
@@ -465,24 +450,27 @@ class MHC(Connections):
         super().__init__(config, layer)
         rows = sum((self.n, self.n, self.n * self.n)[: self.n_maps])
         self.w = nn.Parameter(torch.empty(rows, self.n * config.n_embd))
-        self.s = nn.Parameter(torch.empty(self.n_maps))
-        self.b = nn.Parameter(torch.empty(rows))
+        self.sb = nn.Parameter(torch.empty(self.n_maps + rows))  # s, b
         self.start = config.mhc_start
 
     def reset_parameters(self):
         nn.init.normal_(self.w, std=self.w.size(1) ** -0.5)
-        nn.init.constant_(self.s, STARTS[self.start])
-        nn.init.zeros_(self.b)
+        nn.init.zeros_(self.sb)
+        s, b = self.s_and_b()
+        s.fill_(STARTS[self.start])
         if self.start == "prenorm":
-            self.b[: self.n] = reads_mean(self.n)
+            b[: self.n] = reads_mean(self.n)
             if self.n_maps == 3:
-                self.b[2 * self.n :] = NEAR * torch.eye(self.n).flatten()
+                b[2 * self.n :] = NEAR * torch.eye(self.n).flatten()
+
+    def s_and_b(self):
+        return self.sb.split([self.n_maps, len(self.w)])
 
     def maps(self, X):
-        return mhc_maps(X, self.w, self.s, self.b, ITERS)
+        return mhc_maps(X, self.w, self.sb, ITERS)
 
     def fetch_maps(self, stream):
-        return self.fetch(stream, self.source, self.w, self.s, self.b, EPS)
+        return self.fetch(stream, self.source, self.w, *self.s_and_b(), EPS)
 
 
 class IHC(MHC):
@@ -525,7 +513,7 @@ class SMHC(MHC):
         (maps,) = stream.ahead
         h_pre, post, M = maps.split([self.n, self.n, self.n * self.n], -1)
         if stacked(stream):
-            if scales(gate):
+            if norms.scales(gate):
                 maps = torch.cat([h_pre, gate * post, M], -1)
             return stream.replace(lane=None, ahead=(), sources=(f, maps))
         new = super().write(stream.replace(lane=maps[..., self.n :]), f, gate)
@@ -544,14 +532,14 @@ def stream_norms(config):
     return nn.ModuleList(RMSNorm(config.n_embd, config.norm_eps) for _ in range(count(config)))
 
 
-def normed(norms, X):
+def normed(modules, X):
     """z of Eq. 8: (B, T, n, C)"""
-    return torch.stack([norm(x) for norm, x in zip(norms, X)], -2)
+    return torch.stack([norm(x) for norm, x in zip(modules, X)], -2)
 
 
 def gate_matrices(config):
     """D and U of Eq. 8."""
-    rank, size = max(1, config.n_embd // RANK), count(config) * config.n_embd
+    rank, size = max(1, config.n_embd // SHARE), count(config) * config.n_embd
     return nn.Parameter(torch.empty(rank, size)), nn.Parameter(torch.empty(size, rank))
 
 
@@ -581,7 +569,7 @@ class Gated(Connections):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        refuse(config, norm="rms")
+        norms.refuse(config, norm="rms")
         self.norm = stream_norms(config)
         self.d, self.u = gate_matrices(config)
         self.w = nn.Parameter(torch.empty(self.n, self.d.size(1)))
@@ -616,20 +604,21 @@ class Wide(Streams):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.rho, self.kappa, self.beta = (nn.Parameter(torch.empty(self.n)) for _ in range(3))
+        self.constants = nn.Parameter(torch.empty(3 * self.n))  # rho, kappa, beta
 
     def reset_parameters(self):
-        nn.init.constant_(self.rho, reads_mean(self.n))
-        nn.init.constant_(self.kappa, math.log(99))  # X_i keeps 0.999
-        self.beta.copy_(torch.linspace(-0.01, 0.01, self.n))  # this parts the streams
+        rho, kappa, beta = self.constants.chunk(3)
+        rho.fill_(reads_mean(self.n))
+        kappa.fill_(math.log(99))  # X_i keeps 0.999
+        beta.copy_(torch.linspace(-0.01, 0.01, self.n))  # this parts the streams
 
     def read(self, stream):
-        h = wide_read(streams_of(stream), self.rho)  # Eq. 10
+        h = wide_read(streams_of(stream), self.constants[: self.n])  # Eq. 10
         return self.norm(h).to(stream.x.dtype), stream
 
     def write(self, stream, f, gate=1.0):
         X = streams_of(stream)
-        x, *others = wide_write(X, self.kappa, self.beta, gate * f)  # Eq. 11
+        x, *others = wide_write(X, self.constants[self.n :], gate * f)  # Eq. 11
         return stream.replace(x=x, sources=tuple(others))
 
 

@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 import uuid
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import repeat
@@ -63,7 +62,7 @@ wsd_share = 0.65  # wsd: share of the steps that decay
 warmup_iters: float | None = None  # linear warm-up: steps, or below 1 a share; None: the mode's
 min_lr: float | None = None  # final learning rate; None: a tenth of learning_rate
 # fine-tuning
-sft_data: str | None = None  # conversations: a .jsonl in LIMA's format or a name on the hub
+sft_data: str | None = None  # conversations: a .jsonl in LIMA's format, here or hf://, or a name
 lora_rank = 0  # rank of adapters that train in place of the weights; 0: none
 # evaluation, logging and saving
 eval_interval = 300  # steps between evaluations; 0: never
@@ -200,8 +199,12 @@ def open_data():
         fail(f"{saved['path']} was imported without shards: give --sft_data or --data_dir")
     if sft_data is None:
         return train, val, None, meta
+    if not meta["tokenizer"]:
+        fail(f"this model was imported without tokenizer.json: cannot read {sft_data}")
     folder = os.path.dirname(saved["path"]) if data.is_imported(meta) else data_dir
-    return *lora.open_splits(sft_data, folder, meta, T), val, meta
+    encoding = data.meta_tokenizer(folder, meta)
+    splits = [lora.Conversations(sft_data, split, encoding, T) for split in ("train", "val")]
+    return *splits, val, meta
 
 
 tokens_per_step, sequences, micro_steps = divide_batch()
@@ -362,13 +365,9 @@ def log(record):
 
 def cut_log():
     """Drop the records of steps that will be repeated, and lines damaged by a crash."""
-    kept = []
-    for line in open(log_path, "rb"):
-        with suppress(ValueError):
-            if json.loads(line).get("step", -1) <= (step or -1):
-                kept.append(line.strip() + b"\n")
+    kept = [r for r in data.json_lines(log_path) if r.get("step", -1) <= (step or -1)]
     with data.atomic(log_path) as file:
-        file.write(b"".join(kept))
+        file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
 
 
 def announce(header):
@@ -489,7 +488,8 @@ def compiling(run):
 
 
 def balance_load(good):
-    """Balance the experts and update the routers. Returns the experts' shares of the tokens.
+    """Balance the experts and update the routers. Returns the experts' shares of the tokens. With
+    adapters, experts are frozen, and so is the choice among them.
 
     good: whether the step was finite. If not, what was counted since the last balance is dropped.
     """
@@ -497,7 +497,7 @@ def balance_load(good):
     counts = [router.fresh for router in routers] + [layer.load for layer in experts]
     for count in () if good else counts:
         count.zero_()
-    load = moe.balance(experts, world) if experts else None
+    load = moe.balance(experts, world, move=not lora_rank) if experts else None
     if routers and good and (step == 1 or step % mod.BALANCE == 0):
         mod.balance(routers, config.mod_budget == "global", config.mod_rate, world)
         flops_per_step = tokens_per_step * model.flops_per_token()
@@ -538,24 +538,16 @@ def keep_best(val_loss):
 def show(record, eta):
     if not is_main:
         return
+    known = lambda key, form: "" if record.get(key) is None else form.format(record[key])
     loss, norm = record["loss"] or math.nan, record["grad_norm"] or math.nan
-    parts = [f"step {step}/{max_iters}", f"loss {loss:.4f}"]
-    if record["val_loss"] is not None:
-        parts.append(f"val {record['val_loss']:.4f}")
-    if "pretraining_loss" in record:
-        parts.append(f"pretraining data {record['pretraining_loss']:.4f}")
-    parts += [f"lr {record['lr']:.2e}", f"norm {norm:.2f}"]
-    if bad_steps:
-        parts.append(f"not finite, skipped: {bad_steps} in a row")
-    parts.append(f"{record['tok_s']:,.0f} tok/s")
-    if record["mfu"] is not None:
-        parts.append(f"mfu {record['mfu']:.1%}")
-    if record["mem_gb"] is not None:
-        parts.append(f"{record['mem_gb']:.1f} GB")
-    if eta is not None:
-        minutes, seconds = divmod(round(eta), 60)
-        parts.append(f"ETA {minutes}:{seconds:02d}")
-    print(" | ".join(parts))
+    parts = (
+        f"step {step}/{max_iters}", f"loss {loss:.4f}", known("val_loss", "val {:.4f}"),
+        known("pretraining_loss", "pretraining data {:.4f}"), f"lr {record['lr']:.2e}",
+        f"norm {norm:.2f}", bad_steps and f"not finite, skipped: {bad_steps} in a row",
+        f"{record['tok_s']:,.0f} tok/s", known("mfu", "mfu {:.1%}"), known("mem_gb", "{:.1f} GB"),
+        "" if eta is None else "ETA {}:{:02d}".format(*divmod(round(eta), 60)),
+    )  # fmt: skip
+    print(" | ".join(filter(None, parts)))
 
 
 # ------------------------------------------------------------------------------------------------

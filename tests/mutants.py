@@ -188,7 +188,7 @@ BREAKS = [  # (name, file, code before, code after, the test that notices)
      "test_all.py::test_stopped_and_resumed_equals_never_stopped"),
     ("best loss of other text", "train.py", 'saved["best_val_loss"] if same else math.inf',
      'saved["best_val_loss"]',
-     "test_all.py::test_the_best_loss_counts_on_the_same_validation_text_only"),
+     "test_all.py::test_the_best_loss_counts_on_the_same_text_and_if_it_was_saved"),
     ("optimizer not saved", "train.py", '[opt.state_dict()["state"] for opt in optimizers]',
      "[{} for opt in optimizers]",
      "test_all.py::test_stopped_and_resumed_equals_never_stopped"),

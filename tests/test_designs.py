@@ -127,7 +127,7 @@ def test_gate_health_counts_closed_gates():
     assert depth.gate_health(dropping, idx) == depth.gate_health(dropping, idx)
     assert dropping.training
     model.blocks[0].mlp_residual.alpha.data.zero_()
-    model.blocks[1].attn_residual.b.data.fill_(-100)
+    model.blocks[1].attn_residual.constants.data[: model.config.nag_directions] = -100
     health = depth.gate_health(model, idx)
     assert health["dead"] == 2 and health["floor"] == 0.5 and len(health["a"]) == 4
     first, second, *_ = (depth.degrees(old.x, new.x) for *_, old, new in depth.walk(model, idx))

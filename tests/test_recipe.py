@@ -4,6 +4,10 @@ activations; how decoding saves time.
 """
 
 import math
+import os
+import re
+import shutil
+import time
 
 import numpy as np
 import pytest
@@ -11,11 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import data as data_file
 import generate
+import machine
 import mod
 import model as model_file
 import muon
 from attention import cpu_attention
+from model import GPT
 from test_all import (
     EXTRAS,
     MOD,
@@ -23,6 +30,9 @@ from test_all import (
     cases,
     forked,
     free_port,
+    log_of,
+    on_forward,
+    refuses,
     routed,
     some_ids,
     tiny,
@@ -210,7 +220,9 @@ def test_each_block_may_have_graphs_of_its_own():
 
 @pytest.mark.slow
 def test_a_compiled_mixture_of_depths_follows_k():
-    """In training, k changes. Contexts above 128 have several chunks of attention."""
+    """In training, k changes. A context above 128 has several chunks of attention, but not if
+    queries are chosen.
+    """
     shape = dict(block_size=256, n_layer=1, n_embd=64, residual="nag", mod_on="both", mod_rate=0.4)
     eager, compiled = (tiny(**shape, **EXTRAS).train() for _ in range(2))
     compiled.compile_blocks()
@@ -222,6 +234,84 @@ def test_a_compiled_mixture_of_depths_follows_k():
                 router.k = k
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(idx, idx)[1]
-            (grad,) = torch.autograd.grad(loss, model.blocks[0].attn.wo.weight)
-            found.append((loss, grad))
-        assert_close(*found, rtol=0.03, atol=0.03 * found[0][1].abs().max().item())
+            of = model.blocks[0]
+            some = (of.attn.wo.weight, of.mlp.down.weight, of.attn_residual.w)
+            found.append((loss, *torch.autograd.grad(loss, some)))
+        for ours, eager_one in zip(found[1], found[0]):
+            assert (ours - eager_one).norm() < 0.1 * eager_one.norm()  # 0.08: another choice
+
+
+# --- Settings of train.py ------------------------------------------------------------------------
+
+
+def test_a_run_ends_if_a_shard_has_changed(data, tmp_path, monkeypatch):
+    folder, verify = shutil.copytree(data, tmp_path / "data"), data_file.Windows.verify
+    with open(folder / "train_00001.bin", "r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(bytes([7, 0]))
+    monkeypatch.setattr(data_file.Windows, "verify", lambda windows: verify(windows).join())
+    refuses("train_00001.bin has changed", train, folder, tmp_path / "out")
+
+
+@cases("given, able, expected", [(None, True, True), (None, False, False), (False, True, False)])
+def test_a_run_compiles_if_the_machine_can(data, tmp_path, monkeypatch, given, able, expected):
+    called = []
+    monkeypatch.setattr(machine, "can_compile", lambda kind: able)
+    monkeypatch.setattr(machine, "has_compiler", lambda: True)
+    monkeypatch.setattr(GPT, "compile_blocks", lambda model: called.append(1))
+    train(data, tmp_path, compile=given, max_iters=1, eval_interval=0)
+    assert bool(called) == log_of(tmp_path).headers[0]["resolved"]["compile"] == expected
+
+
+def test_the_seed_decides_windows_and_with_step_and_rank_the_dropout(data, tmp_path, monkeypatch):
+    drawn, real = [], data_file.Loader.indices
+    for seed, rank in ((1, 0), (2, 0), (1, 1)):
+        asked = {}
+        spied = lambda self, step, micro, asked=asked: asked.setdefault(
+            step, real(self, step, micro)
+        )
+        with monkeypatch.context() as patch:
+            patch.setenv("RANK", str(rank))
+            patch.setattr(data_file.Loader, "indices", spied)
+            on_forward(patch, lambda number, loss: drawn.append(torch.rand(()).item()) or loss)
+            train(data, tmp_path / f"{seed}{rank}", seed=seed, max_iters=3, eval_interval=0)
+        own = data_file.Loader(data_file.Windows(data, "train", 32), 4, 1, seed, rank)
+        assert all(asked[step] == own.indices(step, 0) for step in range(3))
+    assert len({*drawn}) == 9
+
+
+def test_log_lines_have_the_speed_since_the_last_one(data, tmp_path, monkeypatch, capsys):
+    clock = [0.0]  # steps 1 to 3 take 10 s, later ones 20 s
+    spend = lambda number, loss: clock.append(10.0 if number < 4 else 20.0) or loss
+    on_forward(monkeypatch, spend)
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(clock))
+    train(data, tmp_path, max_iters=8, log_interval=3, eval_interval=0)
+    assert log_of(tmp_path).steps == [3, 6, 8]
+    assert [r["tok_s"] for r in log_of(tmp_path).records] == pytest.approx([12.8, 6.4, 6.4])
+    assert re.findall(r"ETA (\S+)", capsys.readouterr().out) == ["0:50", "0:40", "0:00"]
+
+
+def test_without_clipping_the_losses_are_those_of_a_bound_out_of_reach(data, tmp_path):
+    for clip in (0, 1e9):
+        train(data, tmp_path / str(clip), grad_clip=clip, eval_interval=0)
+    assert log_of(tmp_path / "0").losses == log_of(tmp_path / str(1e9)).losses
+
+
+def test_dyt_has_its_three_initial_alphas():
+    model = tiny(residual="dyt", dyt_alpha=(0.9, 0.4, 0.2))
+    parts = model.blocks[1].attn_residual, model.blocks[1].mlp_residual, model.ends
+    assert [part.norm.alpha.item() for part in parts] == pytest.approx([0.9, 0.4, 0.2])
+
+
+def test_swiglu_has_two_thirds_of_the_units():
+    assert tiny(activation="swiglu", n_embd=48).blocks[0].mlp.up.out_features == 128
+
+
+@cases("dtype", [torch.float32, torch.bfloat16])
+def test_muon_moves_less_and_less_as_a_gradient_fades(dtype):
+    """The gradients of an expert without tokens are 0, and its momentum decays for ever."""
+    for scale in 10.0 ** -np.arange(9, 20):
+        for shape in ((1, 64, 96), (1, 16, 128)):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * scale
+            assert muon.polar(x.to(dtype)).norm() < 10, scale
+    assert muon.polar(x.to(dtype)).norm() < 1e-3

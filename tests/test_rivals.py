@@ -196,8 +196,8 @@ def test_adapters_of_ngpt_and_what_they_adapt_are_left_alone():
 
 
 @cases("changes", [
-    *(dict(residual=residual) for residual in RESIDUALS),
-    dict(residual="nag", **MOD), dict(residual="hc", **MOD, mod_router="learned"),
+    dict(residual="prenorm"), dict(residual="nag"), dict(residual="nag", **MOD),
+    dict(residual="hc", **MOD, mod_router="learned"),
 ])  # fmt: skip
 def test_eval_finds_a_leak_only_where_routing_looks_ahead(changes):
     model = routed(**changes | EXTRAS)
@@ -302,7 +302,7 @@ def test_hyper_connections_equal_the_golden_with_gradients(kind):
     x, fn, base, scale, *head, W = leaves = [z[name].requires_grad_() for name in names]
     eps = z["eps"].item()
     xs, iters = x.unbind(-2), int(z["iters"]) if kind == "mhc" else 0
-    pre, post, M = streams_file.mhc_maps(xs, fn, scale, base, iters, eps)
+    pre, post, M = streams_file.mhc_maps(xs, fn, torch.cat([scale, base]), iters, eps)
     maps = {"post": torch.cat(post, -1)}
     if kind == "mhc":
         maps["comb"] = torch.stack([torch.cat(row, -1) for row in M], -2)
@@ -311,7 +311,8 @@ def test_hyper_connections_equal_the_golden_with_gradients(kind):
     h = streams_file.read(xs, pre)
     f = torch.tanh(h @ W)
     ys = streams_file.write(xs, M, post, f)
-    out, y = streams_file.mhc_end(ys, head[0], head[2], head[1], eps), torch.stack(ys, -2)
+    out = streams_file.mhc_end(ys, head[0], torch.cat([head[2], head[1]]), eps)
+    y = torch.stack(ys, -2)
     for name, ours in dict(**maps, h=h, f=f, y=y, out=out).items():
         assert_close(ours, z[name], **close, msg=lambda text, name=name: f"{name}: {text}")
     for name, grad in zip(names, torch.autograd.grad(out, leaves, z["g"])):
@@ -340,14 +341,15 @@ def test_three_sublayers_equal_the_golden_with_gradients(kind):
         layer = lambda *keys, i=i: [p[f"{key}.{i}"] for key in keys]
         run = lambda h, i=i: torch.tanh(h @ p[f"W.{i}"])
         if kind == "smhc":
-            new, post, M = file.mhc_maps(X, *layer("fn", "scale", "base"), file.ITERS)
+            fn, *sb = layer("fn", "scale", "base")
+            new, post, M = file.mhc_maps(X, fn, torch.cat(sb), file.ITERS)
             X, pre = file.write(X, M, post, run(file.read(X, pre))), new
         elif kind == "gated":
             post = file.gated_post(normed(i), *layer("inject"))
             X = file.write(X, None, post, run(gated(i)))
         else:
             f = run(file.wide_read(X, *layer("read")))
-            X = file.wide_write(X, *layer("keep", "write"), f)
+            X = file.wide_write(X, torch.cat(layer("keep", "write")), f)
     if kind == "wide":
         out = file.wide_read(X, p["read.end"])
     else:
@@ -360,9 +362,10 @@ def test_three_sublayers_equal_the_golden_with_gradients(kind):
 
 def test_wide_starts_with_the_mean_of_parted_streams_and_keeps_999_of_1000():
     wide = tiny(residual="wide", hc_streams=3).blocks[0].attn_residual
-    assert_close(torch.sigmoid(wide.rho), torch.full((3,), 1 / 3))
-    assert_close(0.9 + 0.1 * torch.sigmoid(wide.kappa), torch.full((3,), 0.999))
-    assert_close(wide.beta.data, torch.tensor([-0.01, 0.0, 0.01]))
+    rho, kappa, beta = wide.constants.detach().chunk(3)
+    assert_close(torch.sigmoid(rho), torch.full((3,), 1 / 3))
+    assert_close(0.9 + 0.1 * torch.sigmoid(kappa), torch.full((3,), 0.999))
+    assert_close(beta, torch.tensor([-0.01, 0.0, 0.01]))
 
 
 @torch.no_grad()
@@ -414,7 +417,9 @@ def test_mhc_starts_as_prenorm_and_its_streams_part_in_training(residual):
 @cases("start, scale", [("prenorm", 0.0), ("paper", 0.01), ("deepseek", 1.0)])
 def test_the_matrices_of_mhc_have_columns_that_sum_to_1(start, scale):
     model = tiny(residual="mhc", mhc_start=start)
-    scalars = [p for name, p in model.named_parameters() if name.endswith(".s")]
+    scalars = [part.s_and_b()[0] for block in model.blocks
+               for part in (block.attn_residual, block.mlp_residual)]  # fmt: skip
+    scalars.append(model.ends.sb[:1])
     assert len(scalars) == 5 and all((p == torch.tensor(scale)).all() for p in scalars)
     for change in (lambda model: model, shaken):
         for _, residual, _, before, _ in depth.walk(change(model), some_ids()):

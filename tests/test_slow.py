@@ -266,12 +266,12 @@ def test_kill_9_of_everything_changes_nothing(data, tmp_path, world, shard, kill
     """All ranks are killed and started again."""
     one, two, rng = tmp_path / "one", tmp_path / "two", random.Random(0)
     how = dict(world=world, shard=shard, eval_interval=0, total_batch_tokens=256)
-    how |= dict(max_iters=12 * kills + 20)
+    how |= dict(max_iters=6 * kills + 20)
     ranks(data, one, **how)  # saves every 30 s and at its end
     how |= dict(save_interval=1, init_from="auto")
     for kill in range(1, kills + 1):
-        started, newest, goal = ranks(data, two, **how, join=False), None, 12 * kill
-        goal += rng.randrange(5)
+        started, newest, goal = ranks(data, two, **how, join=False), None, 6 * kill
+        goal += rng.randrange(4)
         while newest is None or checkpoints.load(newest)["step"] < goal:
             assert all(process.is_alive() for process in started.processes), "see the ranks' files"
             time.sleep(0.02 + rng.random() * 0.05)
@@ -364,13 +364,33 @@ def test_writing_stops_at_stop_strings_and_end_of_text(monkeypatch):
     def written(ids, context, *how):
         stream = lambda *args, **how: asked.append(args[1]) or (torch.tensor([[i]]) for i in ids)
         monkeypatch.setattr(tasks, "stream_tokens", stream)
-        return tasks.write_until(model, encoding, context, *how, 0.0, "cpu")
+        return tasks.write_until(model, encoding, context, *how, {}, "cpu")
 
     assert written(b"so it is.\nQ: more", "x" * 99, ["Q:", "\n"], 256) == "so it is."
     assert len(asked[0][0]) == 16  # half a window of the context stays
     assert written([97, 98, 256], "x", ["Q:"], 9) == "ab"
-    encoding.start = []  # as an imported tokenizer may have it
+    encoding.start, encoding.stops = [], [256, 98]  # as an imported tokenizer may have them
     assert written([97, 256], "", [], 9) == "a" and asked[-1].tolist() == [[256]]
+    assert written([97, 98, 99], "x", [], 9) == "a"
+    encoding.stops = [98]
+    assert written([97, 256, 99], "x", [], 9) == "ac"  # special tokens are no text
+    assert written([97, 256, 99], "x", ["", "<|endoftext|>"], 9) == "a"
+
+
+def test_a_task_decides_how_its_texts_are_sampled(monkeypatch):
+    pytest.importorskip("lm_eval", reason="make slow installs lm-eval")
+    encoding, asked = data_file.get_tokenizer("bytes"), []
+    monkeypatch.setattr(tasks, "write_until", lambda *how: asked.append(how[3:6]) or "")
+    lm = tasks.harness(tiny(vocab_size=257), encoding, 1, "cpu")
+    write = lambda **how: lm.generate_until([SimpleNamespace(args=("x", {"until": ["a"]} | how))])
+    write(temperature=1.0, do_sample=False, max_gen_toks=5)
+    write(do_sample=True, top_k=3, top_p=0.9, num_beams=1)
+    write(temperature=0.5, top_k=0)
+    stops, one = ["a", "<|endoftext|>"], {"temperature": 1.0, "top_k": 3, "top_p": 0.9}
+    half = {"temperature": 0.5, "top_k": None, "top_p": None}
+    assert asked == [(stops, 5, {"temperature": 0.0}), (stops, 256, one), (stops, 256, half)]
+    for name, value in (("repetition_penalty", 1.2), ("num_beams", 2)):
+        refuses(f"a task asks for {{'{name}': {value}}}", write, **{name: value})
 
 
 # ------------------------------------------------------------------------------------------------
@@ -390,7 +410,8 @@ def test_a_study_trains_and_measures_a_real_run(data, tmp_path, monkeypatch):
     assert len(line["depth"]["norm"]) == settings["n_layer"] + 1
     assert line["settings"]["residual"] == "nag" and "data_dir" not in line["settings"]
     assert study.run("toy", [settings], look) == study.find("toy", [settings]) == [line]
-    assert not (tmp_path / "out" / "study" / line["key"]).exists()
+    left = (tmp_path / "out" / "study").glob(f"toy-{line['key']}-*")
+    assert [path.suffix for path in left] == [".lock"]
     step, start = study.probe(settings, steps=4)
     assert 0 < step < 60 and 0 <= start < 60
     assert not list((tmp_path / "out" / "study").glob("probe-*"))
@@ -455,6 +476,9 @@ def test_bench_keeps_every_number(tmp_path, capsys, quick_compiler):
     assert train["first"] > train["median"] > 0
     prompt, decoding, forwards = report["generate"]
     assert prompt == "prompt, 2 at once" and forwards == "a token, no cache, " + decoding
+    assert decoding == "4 new, 2 at once"
+    named = [f"{kind}, rate {rate}" for kind in ("forward", "step") for rate in ("0", "0.4")]
+    assert [*report["mod"]] == named
     assert [*report["generate"][decoding]] == ["nag", "nag again", "the weights"]
     timed = [report[part] for part in ("forward", "residual", "train", "mod")]
     for part in (*timed, *report["generate"].values()):
@@ -487,7 +511,7 @@ class GPT(torch.nn.Module):
 """
 
 
-def test_bench_races_nanogpt(tmp_path):
+def test_bench_races_nanogpt(tmp_path, quick_compiler):
     (tmp_path / "model.py").write_text(LIKE_NANOGPT)
     how = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=2, rounds=3, quick=True)
     how |= dict(what="nanogpt", modes="prenorm", nanogpt_model=tmp_path / "model.py")
@@ -498,10 +522,33 @@ def test_bench_races_nanogpt(tmp_path):
 
 def test_every_break_of_the_mutants_still_applies():
     """Here, and not in the suite that the breaks are tried on: this would notice all of them."""
-    for name, file, before, after, _ in runpy.run_path(f"{HERE}/tests/mutants.py")["BREAKS"]:
+    for name, file, before, after, test in runpy.run_path(f"{HERE}/tests/mutants.py")["BREAKS"]:
+        path, _, function = test.partition("[")[0].partition("::")
+        assert f"def {function}(" in open(os.path.join(HERE, path)).read(), f"{name}: no {test}"
         code = open(os.path.join(HERE, file)).read()
         assert code.count(before) == 1, f"{name}: {file} has changed"
         compile(code.replace(before, after), file, "exec")  # a mistake, but no syntax error
+
+
+FEW_RUNS = """
+import runpy
+import sys
+
+sys.path[:0] = ["runs", "."]
+import study
+
+train = study.train
+
+
+def of_those_that_count(settings, device, folder, look, lock=None):
+    if look or "probe-" in str(folder):
+        return train(settings, device, folder, look, lock)
+    return {"loss": 5 + settings["learning_rate"], "steps": settings["max_iters"], "params": 1}
+
+
+study.train = of_those_that_count
+runpy.run_path("runs/judge.py", run_name="__main__")
+"""  # the judge, with invented losses in place of the runs that tune
 
 
 def at_toy_size(command, corpus, tasks):
@@ -514,6 +561,7 @@ def at_toy_size(command, corpus, tasks):
         ("--source=c4", f"--source={corpus} --data_dir=data/c4 --tokenizer=bytes"),
         ("Qwen/Qwen3-0.6B", f"{corpus.parent}/hub"),
         (r"(.*judge\.py(?!.*rehearse).*)", r"\1 --rehearse=True"),
+        (r"runs/judge\.py", f"{corpus.parent}/few_runs.py"),
         ("--tasks=winogrande,boolq", f"--tasks=tiny_choice --task_dir={tasks}"),
         ("make train", f"make train ARGS='{new_run}'"),
         ("(.*sft_lima.*)", r"\1 --max_iters=2 --eval_tokens=512 --compile=False"),
@@ -522,6 +570,7 @@ def at_toy_size(command, corpus, tasks):
         ("--what=train,memory", "--what=memory --quick=True"),
         (r"(.*bench\.py(?!.*--what=(size|memory)).*)", r"\1 --modes=lns --what=residual"),
         (r"(.*bench\.py(?!.*--what=size).*)", r"\1 --n_layer=1 --n_head=2 --n_embd=64 --rounds=3"),
+        ("(.*--what=size.*)", r"\1 --n_layer=2"),
         ("(.*--n_embd=64.*)", r"\1 --n_kv_head=2"),
     ):  # fmt: skip
         command = re.sub(text, toy, command)
@@ -540,6 +589,7 @@ def test_every_documented_command_runs_at_toy_size(tmp_path):
         (clone / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(os.path.join(HERE, file), clone / file)
     write_conversations(clone / "chat.jsonl")
+    (tmp_path / "few_runs.py").write_text(FEW_RUNS)
     (clone / "my.txt").write_text("".join(f"{i} green bottles\n" for i in range(2000)))
     write_llama(tmp_path / "hub")
     (clone / ".venv" / "bin").mkdir(parents=True)
