@@ -57,7 +57,7 @@ def configure(namespace, *dataclasses, argv, unused=()):
         print((namespace["__doc__"] or "").strip() + "\n\nsettings, as --key=default:")
         for key, setting in known.items():
             print(f"  {f'--{key}={setting.default}':<36} {setting.comment}")
-        raise SystemExit
+        raise SystemExit(None)
     given = {}
     for source, key, value in overrides(argv, known):
         if key in unused and key not in known and source != "command line":
