@@ -171,13 +171,13 @@ def squashed(y, scale, s, b, tanh: tl.constexpr):
 
 @triton.jit
 def exchange_kernel(
-    X, F, Lane, W, S, B, Gain, Out, Y, Squares, Pre, Rho, H, N,
+    X, F, Lane, W, SB, Gain, Out, Y, Squares, Pre, Rho, H, N,
     eps: tl.constexpr, norm_eps: tl.constexpr, C: tl.constexpr, n: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, K: tl.constexpr, E: tl.constexpr, source: tl.constexpr,
+    RP: tl.constexpr, K: tl.constexpr, E: tl.constexpr, n_s: tl.constexpr, source: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """W has R rows, of K streams each. If K = 1, each stream has R products and a square of its
-    own."""
+    own. SB: s, which has n_s numbers, then b."""
     writes: tl.constexpr = F is not None
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     live, rows = rows < N, rows.to(tl.int64)
@@ -226,11 +226,12 @@ def exchange_kernel(
             tl.store(Squares + rows * (n // K) + i, sums[i], live)
     if source >= 2:  # h_pre of Eq. 3 or 4
         tanh: tl.constexpr = source == 3
-        s, pre = tl.load(S), ()
+        s, pre = tl.load(SB), ()
         for i in tl.static_range(n):
             y_i = tl.sum(tl.where(row == (0 if tanh else i), ys[i if tanh else 0], 0.0), 1)
             scale = tl.rsqrt(sums[i if tanh else 0] / (K * C) + eps)
-            _, h_pre = squashed(y_i, scale, s, tl.load(B + (i * R if tanh else i)), tanh)
+            b = tl.load(SB + n_s + (i * R if tanh else i))
+            _, h_pre = squashed(y_i, scale, s, b, tanh)
             if not tanh:
                 h_pre = 1 / (1 + tl.exp(-h_pre)) + eps
             pre = pre + (h_pre[:, None],)
@@ -400,16 +401,17 @@ def of_squashed(grad, z, y, scale, s, tanh: tl.constexpr):
 
 @triton.jit
 def maps_kernel(
-    Y, Squares, S, B, Grad_pre, Grad_lane, Pre, Lane, Grad_y, Grad_squares, Factors, Parts, N,
+    Y, Squares, SB, Grad_pre, Grad_lane, Pre, Lane, Grad_y, Grad_squares, Factors, Parts, N,
     iters, eps: tl.constexpr, C: tl.constexpr, n: tl.constexpr, n2: tl.constexpr, R: tl.constexpr,
-    E: tl.constexpr, sums: tl.constexpr, mixes: tl.constexpr, tanh: tl.constexpr, BT: tl.constexpr,
+    E: tl.constexpr, n_s: tl.constexpr, mixes: tl.constexpr, tanh: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Maps of BT tokens, or with Grad_lane the gradients of what they are made of. E: numbers of a
-    row of Lane, which starts with h_pre if E = R. Parts: the gradients of B, then of S, summed over
-    these tokens."""
+    row of Lane, which starts with h_pre if E = R. Parts: the gradients of SB, which is s and b,
+    summed over these tokens."""
+    B = SB + n_s
     backward: tl.constexpr = Grad_lane is not None
     joined: tl.constexpr = E == R
-    stride: tl.constexpr = n + 2 if tanh else 1  # of the entries of streams in Y and B
+    stride: tl.constexpr = n + 2 if tanh else 1  # of the entries of streams in Y and b
     post: tl.constexpr = 1 if tanh else n  # where h_post is there
     mix: tl.constexpr = 2 if tanh else 2 * n  # where M is
     token, one = (tl.program_id(0) * BT + tl.arange(0, BT))[:, None], tl.arange(0, n2)
@@ -421,7 +423,7 @@ def maps_kernel(
     size: tl.constexpr = C if tanh else n * C
     scale = tl.rsqrt(tl.load(Squares + of_sum, summed, 0.0) / size + eps)
 
-    s_pre, s_post = up(tl.load(S)), up(tl.load(S + 1))
+    s_pre, s_post = up(tl.load(SB)), up(tl.load(SB + 1))
     at = token * R + one * stride
     y_pre, y_post = tl.load(Y + at, kept, 0.0), tl.load(Y + at + post, kept, 0.0)
     b_pre = up(tl.load(B + one * stride, own, 0.0))
@@ -432,7 +434,7 @@ def maps_kernel(
         h_pre, h_post = 1 / (1 + tl.exp(-h_pre)), 1 / (1 + tl.exp(-h_post))
     if mixes:
         used, inside = kept[:, :, None] & own, own[:, None] & own
-        s_mix = up(tl.load(S if tanh else S + 2))
+        s_mix = up(tl.load(SB if tanh else SB + 2))
         square = one[:, None] * (n + 2 if tanh else n) + one + mix
         b_mix = up(tl.load(B + square, inside, 0.0))
         y_mix = tl.load(Y + token[:, :, None] * R + square, used, 0.0)
@@ -469,11 +471,12 @@ def maps_kernel(
         of_y, more, of_s_post = of_squashed(g_post, z_post, y_post, scale, s_post, tanh)
         tl.store(Grad_y + at + post, of_y, kept)
         of_scale += more
-        part = Parts + tl.program_id(0) * (R + sums)
-        tl.store(part + one * stride, tl.sum(g_pre, 0), own)
-        tl.store(part + one * stride + post, tl.sum(g_post, 0), own)
+        of_s = Parts + tl.program_id(0) * (n_s + R)
+        of_b = of_s + n_s
+        tl.store(of_b + one * stride, tl.sum(g_pre, 0), own)
+        tl.store(of_b + one * stride + post, tl.sum(g_post, 0), own)
         of_first = tl.sum(of_s_pre)
-        tl.store(part + R + 1, tl.sum(of_s_post))
+        tl.store(of_s + 1, tl.sum(of_s_post))
         if mixes:
             g = tl.load(Grad_lane + of_M, used, 0.0)
             if not tanh:
@@ -481,12 +484,12 @@ def maps_kernel(
             of_y, more, of_s_mix = of_squashed(g, z_mix, y_mix, scale[:, :, None], s_mix, tanh)
             of_scale += tl.sum(more, 2)
             tl.store(Grad_y + token[:, :, None] * R + square, of_y, used)
-            tl.store(part + square, tl.sum(g, 0), inside)
+            tl.store(of_b + square, tl.sum(g, 0), inside)
             if tanh:
                 of_first += tl.sum(of_s_mix)
             else:
-                tl.store(part + R + 2, tl.sum(of_s_mix))
-        tl.store(part + R, of_first)
+                tl.store(of_s + 2, tl.sum(of_s_mix))
+        tl.store(of_s, of_first)
         if not tanh:
             of_scale = tl.sum(of_scale, 1)[:, None]
         of_squares = -0.5 / size * of_scale * scale * scale * scale
@@ -503,8 +506,8 @@ def power_above(count, least=16):
 
 @triton_op("residual::exchange", mutates_args={})
 def exchange_op(
-    X: Tensor, f: Tensor | None, lane: Tensor | None, w: Tensor | None, s: Tensor | None,
-    b: Tensor | None, gain: Tensor | None, source: int, eps: float, norm_eps: float,
+    X: Tensor, f: Tensor | None, lane: Tensor | None, w: Tensor | None, sb: Tensor | None,
+    gain: Tensor | None, source: int, eps: float, norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, *shape, C = X.shape
     N, R = math.prod(shape), 0 if w is None else w.size(0)
@@ -515,11 +518,12 @@ def exchange_op(
     empty = lambda wanted, *size: X.new_empty(*size if wanted else (0,), dtype=dtype)
     y, squares = empty(R, *shape, n // K * R), empty(R, *shape, n // K)
     pre, rho = empty(source, *shape, n), empty(gain is not None, *shape, 1)
+    n_s = 0 if sb is None else len(sb) - y.size(-1)
     new = X.new_empty(0 if f is None else X.shape)
     h = X.new_empty((*shape, C) if source else 0)
     wrap_triton(exchange_kernel)[(triton.cdiv(N, BT),)](
-        X, f, lane, w, s, b, gain, new, y, squares, pre, rho, h, N, eps, norm_eps, C, n, R,
-        power_above(R), K, E, source, BT, min(32, power_above(C)),
+        X, f, lane, w, sb, gain, new, y, squares, pre, rho, h, N, eps, norm_eps, C, n, R,
+        power_above(R), K, E, n_s, source, BT, min(32, power_above(C)),
         num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     return new, y, squares, pre, rho, h
@@ -555,14 +559,14 @@ def exchange_backward_op(
 
 def write(X, f, maps):
     """The new X. maps: h_post, (h_post, M) or (h_pre, h_post, M)"""
-    return Exchange.apply(X, f, maps, None, None, None, None, NONE, 0.0, 0.0)[0]
+    return Exchange.apply(X, f, maps, None, None, None, NONE, 0.0, 0.0)[0]
 
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, X, f, lane, w, s, b, gain, source, eps, norm_eps):
-        X, f, lane, b = map(contiguous, (X, f, lane, b))
-        new, *found = exchange_op(X, f, lane, w, s, b, gain, source, eps, norm_eps)
+    def forward(ctx, X, f, lane, w, sb, gain, source, eps, norm_eps):
+        X, f, lane = map(contiguous, (X, f, lane))
+        new, *found = exchange_op(X, f, lane, w, sb, gain, source, eps, norm_eps)
         new = X.view_as(X) if f is None else new
         y, squares, pre, rho, h = found
         ctx.save_for_backward(X, f, lane, w, gain, pre, rho)
@@ -589,7 +593,7 @@ class Exchange(torch.autograd.Function):
         grad_w = None if w is None else rest[: w.numel()].view_as(w)
         grad_gain = None if gain is None or grad_h is None else rest[-len(gain) :]
         grad_f = None if f is None else grad_f
-        return grad_x, grad_f, grad_lane, grad_w, None, None, grad_gain, *[None] * 3
+        return grad_x, grad_f, grad_lane, grad_w, None, grad_gain, *[None] * 3
 
 
 class Reading(torch.autograd.Function):
@@ -633,22 +637,22 @@ class Normed(torch.autograd.Function):
 
 @triton_op("residual::maps", mutates_args={})
 def maps_op(
-    y: Tensor, squares: Tensor, s: Tensor, b: Tensor, grad_pre: Tensor | None,
-    grad_lane: Tensor | None, joined: bool, n: int, C: int, tanh: bool, iters: int, eps: float,
+    y: Tensor, squares: Tensor, sb: Tensor, grad_pre: Tensor | None, grad_lane: Tensor | None,
+    joined: bool, n: int, C: int, tanh: bool, iters: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """h_pre and (h_post, M), or if joined nothing and all of them. With grad_lane the gradients of
-    y and squares, and partial sums of b's and s's in one tensor. The others are empty."""
+    y and squares, and partial sums of sb's. The others are empty."""
     *shape, R = y.shape
     N, E = math.prod(shape), R if joined else R - n
     backward, mixes, programs = grad_lane is not None, R > 2 * n, triton.cdiv(N, TOKENS)
     empty = lambda wanted, *size: y.new_empty(size if wanted else 0)
     pre, lane = empty(not (joined or backward), *shape, n), empty(not backward, *shape, E)
     of_y, of_squares = empty(backward, *y.shape), empty(backward, *squares.shape)
-    parts = empty(backward, programs, R + len(s))
+    parts = empty(backward, programs, len(sb))
     factors = empty(backward and mixes and not tanh, 2 * iters - 1, N, n)
     wrap_triton(maps_kernel)[(programs,)](
-        y, squares, s, b, grad_pre, grad_lane, pre, lane, of_y, of_squares, factors, parts, N,
-        iters, eps, C, n, power_above(n, 1), R, E, len(s), mixes, tanh, TOKENS, num_warps=4,
+        y, squares, sb, grad_pre, grad_lane, pre, lane, of_y, of_squares, factors, parts, N,
+        iters, eps, C, n, power_above(n, 1), R, E, len(sb) - R, mixes, tanh, TOKENS, num_warps=4,
     )  # fmt: skip
     return pre, lane, of_y, of_squares, parts
 
@@ -658,19 +662,18 @@ class Maps(torch.autograd.Function):
     products and the sums of squares that Exchange returns. joined: all of them in one tensor."""
 
     @staticmethod
-    def forward(ctx, y, squares, s, b, *how):
-        inputs = [x.contiguous() for x in (y, squares, s, b)]
+    def forward(ctx, y, squares, sb, *how):
+        inputs = [x.contiguous() for x in (y, squares, sb)]
         ctx.save_for_backward(*inputs)
         ctx.how = how
         return maps_op(*inputs, None, None, *how)[:2]
 
     @staticmethod
     def backward(ctx, grad_pre, grad_lane):
-        *_, s, b = inputs = ctx.saved_tensors
+        inputs = ctx.saved_tensors
         given = grad_pre.contiguous() if grad_pre.numel() else None, grad_lane.contiguous()
         *_, grad_y, grad_squares, parts = maps_op(*inputs, *given, *ctx.how)
-        of_b, of_s = parts.sum(0).split([b.numel(), len(s)])
-        return grad_y, grad_squares, of_s, of_b.view_as(b), *[None] * 6
+        return grad_y, grad_squares, parts.sum(0), *[None] * 6
 
 
 # ------------------------------------------------------------------------------------------------
@@ -698,12 +701,12 @@ def put(ptr, row, at, N, D: tl.constexpr, values):
 
 
 @triton.jit
-def modulated(products, b_ptr, p_ptr, raw_ptr, C: tl.constexpr):
-    """Eq. 5: the sigmoids, softmax(p), the mixture, beta = softplus(raw) and m"""
+def modulated(products, b_ptr, C: tl.constexpr):
+    """Eq. 5: the sigmoids, softmax(p), the mixture, beta = softplus(raw) and m. b_ptr: b, p, raw"""
     one = tl.arange(0, products.shape[1])
     b = up(tl.load(b_ptr + one, mask=one < C, other=0.0))
-    p = up(tl.load(p_ptr + one, mask=one < C, other=-float("inf")))
-    raw = up(tl.load(raw_ptr))
+    p = up(tl.load(b_ptr + C + one, mask=one < C, other=-float("inf")))
+    raw = up(tl.load(b_ptr + 2 * C))
     beta = tl.maximum(raw, 0.0) + tl.log(1 + tl.exp(-tl.abs(raw)))
     q = tl.exp(p - tl.max(p, 0))
     q /= tl.sum(q, 0)
@@ -731,7 +734,7 @@ def lengths(mean, m, rr, rf, ff, a, EPS: tl.constexpr, CENTRE: tl.constexpr,
 
 
 @triton.jit
-def rotate_forward(r_ptr, s_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
+def rotate_forward(r_ptr, s_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr,
                    new_ptr, lane_ptr, products_ptr, N, EACH: tl.constexpr,
                    D: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr,
                    EPS: tl.constexpr, CENTRE: tl.constexpr, ORTHOGONAL: tl.constexpr,
@@ -761,7 +764,7 @@ def rotate_forward(r_ptr, s_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, ra
     if C:
         products = products.to(w_ptr.dtype.element_ty)
         put(products_ptr, row, one, N, C, products)
-        sigmoid, q, mixture, beta, gate = modulated(up(products), b_ptr, p_ptr, raw_ptr, C)
+        sigmoid, q, mixture, beta, gate = modulated(up(products), b_ptr, C)
         a *= gate
     m, c, rg, gg, h, k, square, n, bend = lengths(
         mean / D, m / D, rr / D, rf / D, ff / D, a, EPS, CENTRE, ORTHOGONAL
@@ -776,7 +779,7 @@ def rotate_forward(r_ptr, s_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, ra
 
 
 @triton.jit
-def rotate_backward(r_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
+def rotate_backward(r_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr,
                     products_ptr, of_new_ptr, of_lane_ptr,
                     of_r_ptr, of_f_ptr, of_a_ptr, of_products_ptr, parts_ptr, N, EACH: tl.constexpr,
                     D: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr,
@@ -810,7 +813,7 @@ def rotate_backward(r_ptr, f_ptr, a_ptr, ramp_ptr, w_ptr, b_ptr, p_ptr, raw_ptr,
         a *= tl.load(ramp_ptr)
     if C:
         products = up(tile(products_ptr, row, one, N, C))
-        sigmoid, q, mixture, beta, gate = modulated(products, b_ptr, p_ptr, raw_ptr, C)
+        sigmoid, q, mixture, beta, gate = modulated(products, b_ptr, C)
         a *= gate
     mean, in_r, in_f, in_1, rr = mean / D, in_r / D, in_f / D, in_1 / D, rr / D
     m, c, rg, gg, h, k, square, n, bend = lengths(
@@ -880,27 +883,26 @@ def how_to_launch(r, a, w, eps, centre, orthogonal):
 @triton_op("residual::rotate", mutates_args=())
 def rotated(
     r: Tensor, s: Tensor, f: Tensor, a: Tensor, ramp: Tensor | None, w: Tensor | None,
-    b: Tensor | None, p: Tensor | None, raw: Tensor | None,
-    eps: float, centre: bool, orthogonal: bool,
+    constants: Tensor | None, eps: float, centre: bool, orthogonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The new r and s, and the products of r with the rows of w"""
     products = r.new_empty(0) if w is None else w.new_empty(*r.shape[:-1], len(w))
     out = torch.empty_like(r), torch.empty_like(s), products
     grid, how = how_to_launch(r, a, w, eps, centre, orthogonal)
-    wrap_triton(rotate_forward)[grid](r, s, f, a, ramp, w, b, p, raw, *out, **how)
+    wrap_triton(rotate_forward)[grid](r, s, f, a, ramp, w, constants, *out, **how)
     return out
 
 
 @triton_op("residual::rotate_backward", mutates_args=())
 def rotated_backward(
-    r: Tensor, f: Tensor, a: Tensor, ramp: Tensor | None, w: Tensor | None, b: Tensor | None,
-    p: Tensor | None, raw: Tensor | None, products: Tensor, of_new: Tensor, of_lane: Tensor,
+    r: Tensor, f: Tensor, a: Tensor, ramp: Tensor | None, w: Tensor | None,
+    constants: Tensor | None, products: Tensor, of_new: Tensor, of_lane: Tensor,
     eps: float, centre: bool, orthogonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of r, f, a and the products, and parts"""
     programs, C = triton.cdiv(of_lane.numel(), ROWS), 0 if w is None else len(w)
     out = [*map(torch.empty_like, (r, f, a, products)), a.new_empty(2 * C + 2, programs)]
-    tensors = r, f, a, ramp, w, b, p, raw, products, of_new, of_lane, *out
+    tensors = r, f, a, ramp, w, constants, products, of_new, of_lane, *out
     grid, how = how_to_launch(r, a, w, eps, centre, orthogonal)
     wrap_triton(rotate_backward)[grid](*tensors, **how)
     return tuple(out)
@@ -908,9 +910,9 @@ def rotated_backward(
 
 class Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, r, s, f, a, ramp, w, b, p, raw, *options):
-        new, lane, products = rotated(r, s, f, a, ramp, w, b, p, raw, *options)
-        ctx.save_for_backward(r, f, a, ramp, w, b, p, raw, products)
+    def forward(ctx, r, s, f, a, ramp, w, constants, *options):
+        new, lane, products = rotated(r, s, f, a, ramp, w, constants, *options)
+        ctx.save_for_backward(r, f, a, ramp, w, constants, products)
         ctx.options = options
         return new, lane
 
@@ -921,25 +923,24 @@ class Rotate(torch.autograd.Function):
         of_r, of_f, of_a, of_products, parts = rotated_backward(*saved, *given, *ctx.options)
         total = parts.sum(1)
         of_a = total[-1:].view_as(a) if a.numel() == 1 else of_a
-        of_modulator = None, None, None, None
+        of_modulator = None, None
         if w is not None:
             of_w = of_products.flatten(0, -2).T @ r.flatten(0, -2).to(w.dtype)  # one more pass
-            C = len(w)
-            of_modulator = of_w, total[:C], total[C : 2 * C], total[2 * C : 2 * C + 1]
+            of_modulator = of_w, total[:-1]
         return of_r, of_lane, of_f, of_a, None, *of_modulator, None, None, None
 
 
 def rotate(r, s, f, a, modulator=None, ramp=None, eps=1e-12, centre=True, orthogonal=True):
-    """nag.rotate, where a is multiplied by ramp, and by m of Eq. 5 if modulator is (w, b, p,
-    raw_beta).
+    """nag.rotate, where a is multiplied by ramp, and by m of Eq. 5 if modulator is w and, in one
+    tensor, b, p and beta before softplus.
 
     It takes 3 passes, and 5 backward, and one for the gradient of w.
     """
-    w, *others = (None,) * 4 if modulator is None else modulator
+    w, constants = (None, None) if modulator is None else modulator
     if w is not None and torch.is_autocast_enabled(r.device.type):  # as for other products
         w = w.to(torch.get_autocast_dtype(r.device.type))
     a = a if a.numel() == 1 else a.expand_as(s).contiguous()
-    inputs = r.contiguous(), s.contiguous(), f.contiguous(), a, ramp, w, *others
+    inputs = r.contiguous(), s.contiguous(), f.contiguous(), a, ramp, w, constants
     return Rotate.apply(*inputs, eps, centre, orthogonal)
 
 

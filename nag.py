@@ -233,16 +233,12 @@ class NAG(PreNorm):
             nn.init.zeros_(self.constants)
             self.constants[-1] = math.log(math.e - 1)  # beta = 1
 
-    def b_p_raw_beta(self):
-        C = len(self.w)
-        return self.constants.split([C, C, 1])
-
     def turn(self, r):
         """Eq. 5: a of every token, (B, T, 1)"""
         a = self.ramp * self.alpha
         if not self.modulated:
             return a.expand(*r.shape[:-1], 1)
-        b, p, raw_beta = self.b_p_raw_beta()
+        b, p, raw_beta = self.constants.split([len(self.w), len(self.w), 1])
         return a * modulator(F.linear(r, self.w), b, p, F.softplus(raw_beta))
 
     def read(self, stream):
@@ -254,7 +250,7 @@ class NAG(PreNorm):
             a, ramp = (self.alpha, self.ramp) if turn is None else (turn, None)
             a = gate * a if norms.scales(gate) else a
             modulated = self.modulated and turn is None
-            factor = (self.w, *self.b_p_raw_beta()) if modulated else None
+            factor = (self.w, self.constants) if modulated else None
             x, lane = kernels.rotate(r, s, f, a, factor, ramp, **self.parts)
             return stream.replace(x=x, lane=lane)
         turn = self.turn(r) if turn is None else turn  # mod.py passes that of its router

@@ -340,17 +340,17 @@ class Streams(PreNorm):
         super().__init__(config, layer)
         self.n = count(config)
 
-    def fetch(self, stream, source, w, s, b, eps):
+    def fetch(self, stream, source, w, sb, eps):
         """read with kernels: (h, the stream, maps for write), made from W vec(X), s and b. If the
         source is GIVEN, h is read with the first n numbers of the last maps, or of the lane, and
         the maps begin with the next h_pre."""
         rms, given = type(self.norm) is RMSNorm, source == kernels.GIVEN
         gain, norm_eps = (self.norm.gain, self.norm.eps) if rms else (None, 0.0)
         f, lane = stream.sources or (None, stream.lane if given else None)
-        how = (w, s, b, gain, source, eps, norm_eps)
+        how = (w, sb, gain, source, eps, norm_eps)
         X, products, squares, used, rho, h = kernels.Exchange.apply(stream.x, f, lane, *how)
         how = (given, self.n, X.size(-1), source == kernels.TANH, ITERS, eps)
-        pre, maps = kernels.Maps.apply(products, squares, s, b, *how)
+        pre, maps = kernels.Maps.apply(products, squares, sb, *how)
         if not given:
             h = kernels.Reading.apply(h, rho, pre, gain, X, used)
         elif rms:
@@ -437,7 +437,7 @@ class HC(Connections):
         return pre, post, M
 
     def fetch_maps(self, stream):
-        return self.fetch(stream, kernels.TANH, self.w, self.sa[:2], self.sa[2:], self.eps)
+        return self.fetch(stream, kernels.TANH, self.w, self.sa, self.eps)
 
 
 class MHC(Connections):
@@ -456,21 +456,18 @@ class MHC(Connections):
     def reset_parameters(self):
         nn.init.normal_(self.w, std=self.w.size(1) ** -0.5)
         nn.init.zeros_(self.sb)
-        s, b = self.s_and_b()
+        s, b = self.sb.split([self.n_maps, len(self.w)])
         s.fill_(STARTS[self.start])
         if self.start == "prenorm":
             b[: self.n] = reads_mean(self.n)
             if self.n_maps == 3:
                 b[2 * self.n :] = NEAR * torch.eye(self.n).flatten()
 
-    def s_and_b(self):
-        return self.sb.split([self.n_maps, len(self.w)])
-
     def maps(self, X):
         return mhc_maps(X, self.w, self.sb, ITERS)
 
     def fetch_maps(self, stream):
-        return self.fetch(stream, self.source, self.w, *self.s_and_b(), EPS)
+        return self.fetch(stream, self.source, self.w, self.sb, EPS)
 
 
 class IHC(MHC):

@@ -417,7 +417,7 @@ def test_mhc_starts_as_prenorm_and_its_streams_part_in_training(residual):
 @cases("start, scale", [("prenorm", 0.0), ("paper", 0.01), ("deepseek", 1.0)])
 def test_the_matrices_of_mhc_have_columns_that_sum_to_1(start, scale):
     model = tiny(residual="mhc", mhc_start=start)
-    scalars = [part.s_and_b()[0] for block in model.blocks
+    scalars = [part.sb[: part.n_maps] for block in model.blocks
                for part in (block.attn_residual, block.mlp_residual)]  # fmt: skip
     scalars.append(model.ends.sb[:1])
     assert len(scalars) == 5 and all((p == torch.tensor(scale)).all() for p in scalars)
