@@ -1035,9 +1035,7 @@ def test_sentences_written_by_hand_agree_with_the_results():
         assert word == ("better, fragile" if mode == fragile else "better")
     at_time = {row[0]: row[head.index("verdict at equal time")] for row in rows}
     ahead = {mode for mode, verdict in at_time.items() if verdict == "better"}
-    assert ahead == {"ihc", "wide"}
-    for mode in ahead:
-        assert tables.number("modes", mode, "after Holm, time") == "undecided"
+    assert ahead == {"ihc"} and tables.number("modes", "ihc", "after Holm, time") == "undecided"
     for seeds in ("new seeds", "16 seeds"):
         fact = f"ihc, {seeds}, verdict"
         assert tables.number("facts", fact, "value") == "better"
@@ -1049,12 +1047,12 @@ def test_sentences_written_by_hand_agree_with_the_results():
         assert tables.number("english", mode, "verdict at equal time") == "undecided"
         assert tables.number("english", mode, "verdict") == "better"
     for column, word in (("verdict", "better"), ("verdict at equal time", "undecided")):
-        assert tables.number("wider", "nag", column) == word
+        assert tables.number("wider", "nag", column).startswith(word)
         assert tables.number("wider", "wide", column) == word
     for mode in ("ihc", "attnres_block"):
-        assert tables.number("wider", mode, "verdict at equal time") == "better"
+        assert tables.number("wider", mode, "after Holm, time") == "better"
     assert {mode for mode in better if at_time[mode] == "undecided"} == {
-        "ihc, 4 streams", "attnres", "attnres_block", fragile}  # fmt: skip
+        "ihc, 4 streams", "attnres", "attnres_block", "wide", fragile}  # fmt: skip
     at_flops = {row[0]: row[-2:] for row in tables.at_size()[1] if row[0] in better}
     assert {verdict for verdict, _ in at_flops.values()} == {"better"}
     assert {mode for mode in better if at_flops[mode][1] == "undecided"} == {"hc", "mhc"}
