@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from data import atomic, file_sha256, make_folder
+from data import atomic, file_sha256, make_folder, reason_of
 from machine import gathered, shard_like
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig
 
@@ -86,8 +86,7 @@ def load(path):
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except READ_ERRORS as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise SystemExit(f"{path} is no checkpoint of train.py: {reason}")
+        raise SystemExit(f"{path} is no checkpoint of train.py: {reason_of(error)}")
     if not isinstance(state, dict) or not {"config", "settings", "step"} <= set(state):
         raise SystemExit(f"{path} is no checkpoint of train.py: it lacks config, settings or step")
 

@@ -101,6 +101,11 @@ def json_lines(path):
             yield json.loads(line)
 
 
+def reason_of(error):
+    """The first line of an error's message, or its name."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def file_sha256(path):
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -330,7 +335,7 @@ def read_documents(path, column="text"):
         records = read_hub(path, load) if on_hub else load()
         yield from column_of(records, column, path)
     except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:  # damaged or cut short
-        raise SystemExit(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+        raise SystemExit(f"{path} cannot be read: {reason_of(error)}") from None
 
 
 def column_of(records, column, source):

@@ -108,8 +108,8 @@ def read_texts(source, column, split):
     try:
         records = load_dataset(source, split=split, streaming=True)
     except Exception as error:  # the hub's errors have no common class
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise SystemExit(f"text={source!r}: no such file, and no data set: {reason}") from error
+        why = data.reason_of(error)
+        raise SystemExit(f"text={source!r}: no such file, and no data set: {why}") from error
     return data.column_of(records, column, source)
 
 

@@ -295,7 +295,7 @@ def folder_of(source, wanted):
         others = ["consolidated*", "*/*"]
         return snapshot_download(source, allow_patterns=wanted, ignore_patterns=others)
     except Exception as error:  # the hub's errors have no common class
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = data.reason_of(error)
         fail(f"{source} cannot be downloaded: {reason}; HF_TOKEN may help for a private model")
 
 

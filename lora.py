@@ -23,7 +23,7 @@ from torch import nn
 
 import checkpoint
 from configurator import usage
-from data import file_sha256, start_of_text
+from data import file_sha256, reason_of, start_of_text
 from norms import pick
 
 ALPHA = 16.0  # an adapter's output is multiplied by ALPHA / rank
@@ -150,7 +150,7 @@ def read_conversations(source):
             where = {"path": "json", "data_files": source} if hub_file else {"path": source}
             records = load_dataset(**where, split="train")
     except Exception as error:  # the hub's errors have no common class
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = reason_of(error)
         hint = "; HF_TOKEN may help, or the path of a file: hf://datasets/OWNER/NAME/FILE.jsonl"
         hint = "" if os.path.exists(source) else hint
         raise SystemExit(f"{source} cannot be read: {reason}{hint}") from None

@@ -11,7 +11,7 @@ from itertools import groupby
 
 import torch
 
-from data import begun, ends_text, plain_text, start_of_text
+from data import begun, ends_text, plain_text, reason_of, start_of_text
 from generate import KVCache, stream_tokens
 
 MOST = 16  # continuations of a context in a batch: a task may have thousands of one short context
@@ -187,8 +187,7 @@ def run_tasks(model, encoding, batch_size, device, tasks, task_dir, num_fewshot,
             fewshot_random_seed=seed,
         )  # fmt: skip
     except errors as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise SystemExit(f"tasks: {reason}") from error
+        raise SystemExit(f"tasks: {reason_of(error)}") from error
     report = {
         name: {key: value for key, value in metrics.items() if isinstance(value, float)}
         for name, metrics in found["results"].items()

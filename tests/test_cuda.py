@@ -117,7 +117,7 @@ def test_on_cuda_a_compiled_step_equals_float64(kind):
     idx, targets = order[:, :32], order[:, 32:]  # each token once: top-k breaks ties as it likes
     loss, grads = loss_and_gradients(copy.deepcopy(model).double(), idx, targets)
     rounded = 0.4 if "router" in kind else 0.1  # rounding changes which tokens a router takes
-    for dtype, of_loss, of_grads in (("float32", 1e-5, 2e-3), ("bfloat16", 2e-3, rounded)):
+    for dtype, of_loss, of_grads in (("float32", 1e-5, 1e-3), ("bfloat16", 2e-3, rounded)):
         ours = copy.deepcopy(model).to(DEVICE)
         ours.compile_blocks()
         got = loss_and_gradients(ours, idx.to(DEVICE), targets.to(DEVICE), dtype)

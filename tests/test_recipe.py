@@ -237,7 +237,9 @@ def test_a_compiled_mixture_of_depths_follows_k():
             of = model.blocks[0]
             some = (of.attn.wo.weight, of.mlp.down.weight, of.attn_residual.w)
             found.append((loss, *torch.autograd.grad(loss, some)))
-        for ours, eager_one in zip(found[1], found[0]):
+        close = dict(rtol=0.03, atol=0.03 * found[0][1].abs().max().item())
+        assert_close(found[0][:2], found[1][:2], **close)
+        for ours, eager_one in zip(found[1][2:], found[0][2:]):
             assert (ours - eager_one).norm() < 0.1 * eager_one.norm()  # 0.08: another choice
 
 
