@@ -46,13 +46,13 @@ def scaled(freq, rope_scaling):
     return keep * freq + (1 - keep) * freq / factor  # Eq. 5
 
 
-def rotary_table(config, device):
+def rotary_table(config):
     """cos and sin of the angles of Eq. 1, (block_size, D/2) each, in float32."""
     half = head_width(config) // 2
-    freq = config.rope_base ** (-torch.arange(half, device=device).float() / half)
+    freq = config.rope_base ** (-torch.arange(half).float() / half)
     if config.rope_scaling is not None:
         freq = scaled(freq, config.rope_scaling)
-    angle = torch.arange(config.block_size, device=device).float()[:, None] * freq
+    angle = torch.arange(config.block_size).float()[:, None] * freq
     return angle.cos(), angle.sin()
 
 

@@ -193,11 +193,11 @@ class AttnRes(PreNorm):
         layer, n, known = stream.ahead or (None, 0, None)
         if layer != self.layer:
             n, known = 0, None
-        if self.second is None:
+        shared = len(stream.sources) + self.begins  # the newest source grows if no block begins
+        if self.second is None or shared == 0:  # 0: sublayer 1 is pruned, and the embedding grows
             h, _ = fused(sources_of(stream)[n:], self, known)
             return h, stream.replace(ahead=())
         (second,) = self.second
-        shared = len(stream.sources) + self.begins  # the newest source grows if no block begins
         h, left = fused(sources_of(stream), self, None, query_of(second), shared)
         return h, stream.replace(ahead=(second.layer, shared, left))
 

@@ -16,7 +16,7 @@ Measure speed and memory. Candidates run in turn in one process.
     memory      bytes of the weights, gradients and optimizer state, and the peak of a step
     generate    reading the prompt, and a token without a cache, both eager; decoding with a cache
                 as one graph, compared with the time to read all weights once per token
-    mod         forward and training step by the share of tokens that skip, with executed FLOPs
+    mod         forward and training step of the first mode by the share of tokens that skip
     size        parameters, FLOPs and memory of one model: set --residual, not --modes
 
 Times are medians and quartiles over rounds. The printed ratio divides the printed medians. The file
@@ -45,7 +45,7 @@ import machine
 from attnres import group_size
 from configurator import check, configure, overrides, read_settings
 from data import make_folder, write_json
-from generate import FOLDS, KVCache, compiled_step, next_token
+from generate import KVCache, compiled_step, next_token
 from mod import routers
 from model import GPT, MODEL_SETTINGS, RESIDUALS, GPTConfig, compile_options, settings_of_others
 from norms import pick
@@ -226,9 +226,10 @@ def step_of(model, optimizers, x, device, dtype, micro_steps=1):
     return step
 
 
-def stepper_as_set(config, **changes):
-    """stepper, with the settings at the top."""
-    step, model, optimizers = stepper(config, batch_size, device, dtype, optimizer, **changes)
+def stepper_as_set(config, kind=None, compile=True):
+    """stepper, with the settings at the top. kind: another optimizer than theirs"""
+    how = config, batch_size, device, dtype, kind or optimizer
+    step, model, optimizers = stepper(*how, compile=compile)
     model.loss_chunk, model.recompute = loss_chunk, recompute
     return step, model, optimizers
 
@@ -281,7 +282,7 @@ def residual(base, copy, matmul):
 
 def handed(stream):
     """What a read hands to its write, if it does."""
-    return stream.ahead or (() if stream.lane is None else (stream.lane,))
+    return () if stream.lane is None else (stream.lane,)
 
 
 def writes_and_reads(attention, mlp, start):
@@ -296,8 +297,7 @@ def writes_and_reads(attention, mlp, start):
 
     def both(f1, f2, x, *others):
         *streams, maps = others if handed(start) else (*others, None)
-        stream = start.replace(x=x, sources=tuple(streams) or start.sources)
-        stream = stream.replace(ahead=(maps,)) if start.ahead else stream.replace(lane=maps)
+        stream = start.replace(x=x, lane=maps, sources=tuple(streams) or start.sources)
         h1, stream = attention.read(mlp.write(stream, f1))
         h2, stream = mlp.read(attention.write(stream, f2))
         outputs = [h1, h2] if h2 is stream.x else [h1, h2, stream.x]
@@ -350,12 +350,11 @@ def train(base, copy, matmul):
 def nanogpt(base, copy, matmul):
     runs = {"nanoGPT": nanogpt_step(base)}
     for name, config in configs(base, modes).items():
-        how = config, batch_size, device, dtype, "adamw"
-        runs[name] = stepper(*how)[0]
-        runs[name + ", one graph"], model, _ = stepper(*how, compile=False)
+        runs[name] = stepper_as_set(config, "adamw")[0]
+        runs[name + ", one graph"], model, _ = stepper_as_set(config, "adamw", compile=False)
         model.compile()
         if device.startswith("cuda"):
-            runs[name + ", CUDA graphs"], model, _ = stepper(*how, compile=False)
+            runs[name + ", CUDA graphs"], model, _ = stepper_as_set(config, "adamw", compile=False)
             model.compile(mode="reduce-overhead")
     first = {name: seconds(run) for name, run in runs.items()}
     note = lambda name, medians: f"the first step took {first[name]:.1f} s"
@@ -473,8 +472,7 @@ def generation(config, rows, length):
     unread = {m.weight for m in tables} - {model.head.weight}  # a step reads one row of each table
     weights = [p for p in model.parameters() if p not in unread]
     weight_bytes = sum(p.numel() * p.element_size() for p in weights)
-    if config.residual in FOLDS:
-        FOLDS[config.residual](model)
+    model.ends.fold(model)
     text = torch.randint(config.vocab_size, (rows, length), device=device)
     step, cache = compiled_step(text.device), KVCache(model, rows, length, static=True)
 
@@ -606,11 +604,15 @@ def check_settings(base, settings, named):
     mode. named: the settings of the command line.
     """
     check(settings, RULES)
+    if not out or os.path.isdir(out):
+        raise ValueError(f"{out=} is not the name of a file")
     pick({"adamw": 0, "muon": 0}, optimizer, "optimizer")
     pick({"none": 0, "fsdp": 0}, shard, "shard")
     chosen = [pick(PARTS, part, "what") for part in what.split(",")]
     if size in chosen and len(chosen) > 1:
         raise ValueError(f"{what=}: size goes alone")
+    if mod in chosen and base.mod_on != "none":
+        raise ValueError(f"what=mod sets mod_on by itself, from --rates: mod_on={base.mod_on!r}")
     if nanogpt in chosen and not os.path.exists(nanogpt_model or ""):
         raise ValueError(f"what=nanogpt: {nanogpt_model=} is not the path of nanoGPT's model.py")
     tried = [base] if what == "size" else configs(base, modes).values()

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from machine import gathered
-from norms import FinalNorm, PreNorm, fusing, make_norm, readers, refuse, upcast, weight_of
+from norms import FinalNorm, PreNorm, fusing, make_norm, refuse, upcast
 
 P = 0.99  # at least this share of a token's features has |tanh's argument| <= lam, by Eq. 1
 KAPPA = (1 - P) ** -0.5  # Eq. 1
@@ -102,7 +102,7 @@ class BoundedTanh(nn.Module):
         x_float = upcast(x)
         v = x_float.square().mean(-1, keepdim=True) if v is None else v
         y = Tanh.apply((self.lam / KAPPA) * torch.rsqrt(v + self.eps) * x_float)
-        return (y if self.gain is None else self.gain * y).to(x.dtype)
+        return (self.gain * y).to(x.dtype)
 
 
 class BHyTEnds(FinalNorm):
@@ -139,8 +139,6 @@ class PreNormApprox(PreNorm):
     @torch.no_grad()
     def refresh(self, attention):
         """Eq. 4 from the current weights. In place and on the device: no sync, no recompilation."""
-        if self.norm.gain is None:  # folded: W_V contains gamma, and c is final
-            return
         linears = (attention.wv, attention.wo)
         w_v, w_o = (gathered(getattr(x, "merged", x.weight)) for x in linears)  # of adapters, too
         w_v = w_v * gathered(self.norm.gain) if self.gain_aware else w_v  # Eq. 6
@@ -176,33 +174,3 @@ class BHyT(PreNormApprox):
 
 
 RESIDUALS = {"bhyt": BHyT, "bhyt_exact": BHyTExact, "prenorm_approx": PreNormApprox}
-
-
-def fold(model):
-    """Fold the gamma of every block into the next linears, for inference. It cannot be undone.
-
-    The norm before the head keeps its gamma, because a tied head is also the embedding.
-    """
-    norm = getattr(model.blocks[0].attn_residual, "norm", None)
-    if not isinstance(norm, BoundedTanh) or norm.gain is None:
-        raise ValueError(f"residual={model.config.residual!r} has nothing to fold, or is folded")
-    for block in model.blocks:
-        of_attention, of_mlp = readers(block)
-        fold_norm(block.attn_residual.norm, block.attn_router, of_attention)
-        fold_norm(block.mlp_residual.norm, block.mlp_router, of_mlp)
-    return model.eval()
-
-
-@torch.no_grad()
-def fold_norm(norm, router, layers):
-    """Multiply gamma into the columns of the linears or expert weights that read the norm."""
-    if any(hasattr(layer, "merged") for layer in layers):
-        raise ValueError("an adapter was trained on inputs that contain gamma: merge it first")
-    weights = [weight_of(layer) for layer in layers]
-    weights += [router.w] if router is not None and router.learned else []
-    for w in weights:
-        w.mul_(norm.gain)
-    norm.gain = None
-    lam = norm.lam.detach()
-    del norm.lam
-    norm.register_buffer("lam", lam)

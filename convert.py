@@ -2,7 +2,8 @@
 Convert a trained pre-norm model into a model of another residual mode. The conversion needs no
 training. Further training recovers most of what it loses.
 
-    python convert.py out/ckpt.pt out/nag.pt --residual=nag    settings of the new mode may follow
+    python convert.py out/ckpt.pt out/nag.pt --residual=nag    settings of the new mode, --data_dir
+                                                               and --seed may follow
     python train.py --init_from=out/nag.pt --out_dir=out/nag
 
 x is the stream of the pre-norm model, x <- x + F(g x / rms(x)), and g is the gain of a norm.
@@ -34,7 +35,6 @@ import checkpoint
 from configurator import configure, usage
 from data import Windows, eval_batches, spread
 from depth import walk
-from lora import refuse_adapters
 from model import GPT, RESIDUALS, GPTConfig
 from norms import pick, readers, weight_of
 
@@ -154,7 +154,6 @@ def main(path, to, *argv):
     _, given = configure(globals(), GPTConfig, argv=argv)
     checkpoint.prepare_folder(to)
     state, source = checkpoint.load_model(path)
-    refuse_adapters(state)
     residual = given.get("residual")
     own = ("residual", "data_dir", "seed") if residual == "nag" else ("residual",)
     others = {k: v for k, v in given.items() if k not in own}

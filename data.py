@@ -457,8 +457,10 @@ class Windows:
         """Exit with a message unless a model with this meta and vocab_size reads these tokens."""
         if meta["tokenizer_sha256"] not in (None, self.meta["tokenizer_sha256"]):
             raise SystemExit(f"{self.directory}: the checkpoint was trained with another tokenizer")
-        if self.meta["vocab_size"] > vocab_size:
-            raise SystemExit(f"{self.directory} has more token ids than the model")
+        size = self.meta["vocab_size"]
+        if size > vocab_size:
+            more = f"more token ids than the model: set --vocab_size={size} or more"
+            raise SystemExit(f"{self.directory} has {more}")
 
     def verify(self):
         """Compare every shard of the folder with its sha256, in a thread. Returns the thread.

@@ -83,10 +83,10 @@ def degrees(x, y):
 def sink(attention, h, rope):
     """Attention weight on the first token, averaged over heads and over all later queries."""
     q, (k, _) = attention.query(h, rope), attention.key_value(h, rope)
-    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
-    scores = upcast(q @ k.mT) * attention.softmax_scale  # (B, H, T, T)
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=h.device).triu(1)
-    return scores.masked_fill(future, -torch.inf).softmax(-1)[:, :, 1:, 0].mean()
+    first = torch.zeros_like(k)  # as values: an output is then the weight on the first token
+    first[:, :, 0] = 1.0
+    how = dict(is_causal=True, scale=attention.softmax_scale, enable_gqa=True)
+    return F.scaled_dot_product_attention(q, k, first, **how)[:, :, 1:].mean()
 
 
 def entropy(M):
@@ -165,10 +165,14 @@ def look(model, x, y):
 def outcomes(model, stream, y):
     """Three values per token, (3, B T): log rms of the last stream, entropy of logits, loss."""
     log_rms = model.ends.additive(stream).square().mean(-1).log() / 2
-    logp = model.logits(*model.ends.readout(stream, model.head.weight)).float().log_softmax(-1)
-    entropy = -(logp.exp() * logp).sum(-1)
-    loss = -logp.gather(-1, y.clamp(min=0)[..., None])[..., 0]
-    return torch.stack([log_rms, entropy, loss]).flatten(1)
+    hidden, head = model.ends.readout(stream, model.head.weight)
+    chunk = model.loss_chunk or 2048  # tokens whose logits are in memory at a time
+    entropy, loss = [], []
+    for h, targets in zip(hidden.flatten(0, 1).split(chunk), y.flatten().split(chunk)):
+        logp = model.logits(h, head).float().log_softmax(-1)
+        entropy.append(-(logp.exp() * logp).sum(-1))
+        loss.append(-logp.gather(-1, targets.clamp(min=0)[:, None])[:, 0])
+    return torch.stack([log_rms.flatten(), torch.cat(entropy), torch.cat(loss)])
 
 
 @torch.no_grad()

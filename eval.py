@@ -14,6 +14,7 @@ import math
 import os
 import sys
 import time
+from itertools import chain
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ import mod
 import prune
 from checkpoint import load_model
 from configurator import check, configure
-from generate import FOLDS, stream_tokens
+from generate import stream_tokens
 from machine import autocast, can_compile, pick_device, pick_dtype, prepare_process
 from model import evaluate
 from tasks import run_tasks
@@ -57,7 +58,6 @@ limit: int | None = None  # questions per task; None: all
 device = "auto"  # cpu, mps, cuda, cuda:1, ...; auto: CUDA if there is any, then mps, then cpu
 dtype = "auto"  # autocast of loss: float32, bfloat16, or auto (bfloat16 if the hardware has it)
 compile: bool | None = None  # compile loss and decoding; None: loss above 500,000 tokens
-loss_chunk: int | None = None  # tokens whose logits are in memory at a time; None: as in training
 
 
 # ------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def loss(model, windows, indices, encoding, batch_size, device):
         nats = evaluate(model, data.eval_batches(windows, indices, batch_size, device))
     return {
         "loss": nats,
-        "perplexity": math.exp(nats),
+        "perplexity": math.exp(min(nats, 700)),  # more would overflow
         "bits per byte": nats * tokens / math.log(2) / max(1, text_bytes),
         "tokens": tokens,
         "bytes": text_bytes,
@@ -243,8 +243,7 @@ def answers(parts, model, rows, encoding):
         how = dict(task_dir=task_dir, num_fewshot=num_fewshot, limit=limit, seed=seed)
         yield "tasks", run_tasks(model, encoding, batch_size, device, tasks, **how)
     if "sample" in parts:
-        if model.config.residual in FOLDS:
-            FOLDS[model.config.residual](model)  # cannot be undone: sample is last
+        model.ends.fold(model)  # cannot be undone: sample is last
         yield "sample", sample(model, encoding, device)
 
 
@@ -272,10 +271,11 @@ def dial(model, rows):
     return {"prune": {"skipped": skipped, "FLOPs left": left}}
 
 
-ABOVE_0 = "batch_size eval_tokens context depth_tokens top_k limit loss_chunk"
+ABOVE_0 = "batch_size eval_tokens context depth_tokens top_k limit"
 RULES = (
     (ABOVE_0, lambda v: v > 0, "above 0"),
     ("max_new_tokens temperature num_fewshot seed", lambda v: v >= 0, "at least 0"),
+    ("seed", lambda v: v < 2**63, "below 2**63"),
     ("mod_rate", lambda v: 0 <= v < 1, "at least 0 and below 1"),
     ("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1"),
     ("val_part", lambda v: v in data.VAL_PARTS, "all, tune or report"),
@@ -338,8 +338,6 @@ def main():
     state, model = load_model(path, device)
     if not all(p.isfinite().all() for p in model.parameters()):
         raise SystemExit(f"{state['path']}: some weights are not finite")
-    if loss_chunk is not None:
-        model.loss_chunk = loss_chunk
     if context is not None and context > model.config.block_size:
         raise SystemExit(f"context={context}: must be at most block_size={model.config.block_size}")
     windows, encoding = open_data(state, model)
@@ -355,16 +353,13 @@ def main():
         dialled = dial(model, data.Windows(windows.directory, "train", T))
 
     print(f"{state['path']}: {', '.join([*dialled, *parts])}")
-    path = os.path.join(out_dir, "eval.json")
-    report = {"checkpoint": os.path.relpath(state["path"], out_dir), "step": state["step"]}
-    if os.path.exists(path):  # keep earlier parts if they belong to the same checkpoint
-        old = data.read_json(path)
-        report = old if old.items() >= report.items() else report
+    path, name = os.path.join(out_dir, "eval.json"), os.path.relpath(state["path"], out_dir)
+    whose = {"checkpoint": name, "step": state["step"], "run_id": state.get("run_id")}
     how = settings | {"data": None if windows is None else windows.sha256}
-    report["settings"] = report.get("settings", {}) | dict.fromkeys([*parts, *dialled], how)
-    report |= dialled
-    for part, result in answers(parts, model, rows, encoding):
-        report[part] = result
+    for part, result in chain(dialled.items(), answers(parts, model, rows, encoding)):
+        old = data.read_json(path) if os.path.exists(path) else {}
+        report = old if old.items() >= whose.items() else whose | {"settings": {}}
+        report[part], report["settings"][part] = result, how
         data.write_json(path, report)  # a later part may fail
 
 

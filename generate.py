@@ -9,12 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-import bhyt
-import nag
 from attention import head_width
-
-# functions that precompute weights for inference, which cannot be undone
-FOLDS = {"nag": nag.fold, "bhyt": bhyt.fold, "bhyt_exact": bhyt.fold}
 
 
 class KVCache:

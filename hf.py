@@ -12,12 +12,13 @@ These are model.py's GPT with the settings below, an MLP with swiglu, and RMSNor
     qwen3             prenorm, with qk_norm in each head
     olmo2             outnorm, with qk_norm over all heads together
 
-Each key of config.json is used or known to change no number; any other one is refused. Only
-.safetensors files are read: a .bin file is a pickle, which can run code. A checkpoint keeps the
-dtype of its file. tokenizer.json is copied beside it; it says how a text begins. Chat templates are
-not interpreted. Export also takes lns: it folds the factor 1/sqrt(b + 1) into the gain of the norm.
-It copies the model's tokenizer.json, but cannot make one from "bytes" or a tokenizer of tiktoken.
-If the model was not imported, the copy begins a text with end-of-text, as its training did.
+Each key of config.json is used or known to change no number; any other one that is set is refused.
+Only .safetensors files are read: a .bin file is a pickle, which can run code. A checkpoint keeps
+the dtype of its file. tokenizer.json is copied beside it; it says how a text begins. Chat templates
+are not interpreted. Export also takes lns: it folds the factor 1/sqrt(b + 1) into the gain of the
+norm. It copies the model's tokenizer.json, but cannot make one from "bytes" or a tokenizer of
+tiktoken. If the model was not imported, the copy begins a text with end-of-text, as its training
+did.
 
 This needs the package safetensors, and tokenizers to read a tokenizer.json.
 """

@@ -43,8 +43,8 @@ if not (torch.cuda.is_available() or interpreted):
 # Passes, each one read or write of a tensor (N, C):
 #
 #     exchange            write of one sublayer, read of the next: X n, f 1; new X n, h 1
-#     Reading             gradients of h_pre and of the norm, compiled lines: new X n, that of h 1
-#                         (smhc, whose h_pre is given: Normed, h 1, that of h 1)
+#     Maps backward       gradients of h_pre and of the norm, compiled lines: new X n, that of h 1
+#                         (smhc, whose h_pre is given: h 1, that of h 1)
 #     exchange backward   X n, f 1, gradients of new X n and of h 1; of X n, of f 1. It writes new X
 #                         again, into registers
 #     maps                a few numbers a token; Sinkhorn's backward keeps 39 n more while it runs
@@ -55,13 +55,13 @@ if not (torch.cuda.is_available() or interpreted):
 #
 # h is rounded to its dtype before its norm and after it; the plain lines round it once.
 #
-# The gradient of h has two parts. `Reading` sends one to h_pre, which must be known before the
-# maps' own gradients. `Exchange` gets the other, and all gradients of X, in one pass. In smhc h_pre
-# is an input of `Exchange`, which sends both parts.
+# The gradient of h has two parts. `Maps` sends one to h_pre, which must be known before the maps'
+# own gradients. `Exchange` gets the other, and all gradients of X, in one pass. In smhc h_pre is an
+# input of `Exchange`, which sends both parts.
 #
 # With rho = 1 / rms(h), a norm gives rho gain h. Its gradient g becomes rho gain g - rho^3 q h / C,
-# where q = <gain g, h>: `Reading` or `Normed` computes q, and sends it to `Exchange` as if it were
-# the gradient of rho.
+# where q = <gain g, h>: `Maps` computes q, and sends it to `Exchange` as if it were the gradient of
+# rho.
 
 MOST_STREAMS = 4  # with more of them, threads would need more registers than there are
 TOKENS = 32  # of a program that makes maps
@@ -126,14 +126,6 @@ def written(X, F, Lane, rows, live, at, size, mask, n: tl.constexpr, E: tl.const
 
 
 @triton.jit
-def repeated(like, count: tl.constexpr):
-    found = ()
-    for _ in tl.static_range(count):
-        found = found + (like,)
-    return found
-
-
-@triton.jit
 def product(x, w, total, half: tl.constexpr):
     """total + x w. half: x holds numbers of bfloat16, so that two such parts of w are enough"""
     if half:
@@ -183,8 +175,7 @@ def exchange_kernel(
     live, rows = rows < N, rows.to(tl.int64)
     size, row = tl.cast(N, tl.int64) * C, tl.arange(0, RP)
     zero = up(tl.zeros((BT, BC), X.dtype.element_ty))
-    ys, squares = repeated(tl.zeros((BT, RP), zero.dtype), n // K), repeated(zero, n // K)
-    length = zero
+    ys, squares, length = (tl.zeros((BT, RP), zero.dtype),) * (n // K), (zero,) * (n // K), zero
     if source == 1:
         pre = numbers(Lane, rows, E, live, 0, n)
 
@@ -199,19 +190,12 @@ def exchange_kernel(
             xs = tiles(X, at, size, mask, n)
         if R > 0:
             half: tl.constexpr = X.dtype.element_ty == tl.bfloat16
-            each, summed = (), ()
             for i in tl.static_range(n):
                 if i < K:
                     w = W + row[None, :] * (K * C) + i * C + columns[:, None]
                     w = up(tl.load(w, (row < R)[None, :] & (columns < C)[:, None], 0.0))
-                y = product(xs[i], w, ys[i if K == 1 else 0], half)
-                square = squares[i if K == 1 else 0] + xs[i] * xs[i]
-                if K == 1:
-                    each, summed = each + (y,), summed + (square,)
-                else:
-                    ys, squares = (y,), (square,)
-            if K == 1:
-                ys, squares = each, summed
+                ys = ys[1:] + (product(xs[i], w, ys[0], half),)  # in turn, if there are several
+                squares = squares[1:] + (squares[0] + xs[i] * xs[i],)
         if source == 1:
             h = weighted(pre, xs, n)
             length += h * h
@@ -273,7 +257,7 @@ def exchange_backward_kernel(
     ahead: tl.constexpr = n if E > n + n * n else 0  # of h_post in Lane
     if R > 0:
         ws, offset = (), row[:, None] * (K * C) + columns
-        sums = repeated(up(tl.zeros((RP, BC), W.dtype.element_ty)), K)
+        sums = (up(tl.zeros((RP, BC), W.dtype.element_ty)),) * K
         used = (row < R)[:, None] & (columns < C)
         for i in tl.static_range(K):
             ws = ws + (rounded(up(tl.load(W + offset + i * C, used, 0.0))),)
@@ -299,12 +283,10 @@ def exchange_backward_kernel(
                 of_gain += tl.sum(u * h, 0)
                 u = u * gain - k[:, None] * h
         if R > 0:
-            twice, summed = numbers(Grad_squares, rows, n // K, live, 0, n // K), ()
+            twice = numbers(Grad_squares, rows, n // K, live, 0, n // K)
         grads = ()
         for i in tl.static_range(n):
-            grad = zero
-            if Grad_new is not None:
-                grad += up(tl.load(Grad_new + i * size + at, mask, 0.0))
+            grad = up(tl.load(Grad_new + i * size + at, mask, 0.0))
             if reads:
                 grad += pre[i] * u
             if given:
@@ -317,14 +299,9 @@ def exchange_backward_kernel(
                     grad_y = rounded(tl.load(of_y, live[:, None] & (row < R), 0.0))
                 grad += 2 * twice[i if K == 1 else 0] * new[i]
                 grad = rough_product(grad_y, ws[i if K > 1 else 0], grad)
-                more = rough_product(tl.trans(grad_y), rounded(new[i]), sums[i if K > 1 else 0])
-                if K > 1:
-                    summed = summed + (more,)
-                else:
-                    sums = (more,)
+                more = rough_product(tl.trans(grad_y), rounded(new[i]), sums[0])
+                sums = sums[1:] + (more,)  # in turn, if there are several
             grads = grads + (grad,)
-        if R > 0 and K > 1:
-            sums = summed
         if writes:
             tl.store(Grad_f + at, weighted(post, grads, n).to(Grad_f.dtype.element_ty), mask)
             lane += ahead
@@ -401,7 +378,7 @@ def of_squashed(grad, z, y, scale, s, tanh: tl.constexpr):
 
 @triton.jit
 def maps_kernel(
-    Y, Squares, SB, Grad_pre, Grad_lane, Pre, Lane, Grad_y, Grad_squares, Factors, Parts, N,
+    Y, Squares, SB, Grad_pre, Grad_lane, Lane, Grad_y, Grad_squares, Factors, Parts, N,
     iters, eps: tl.constexpr, C: tl.constexpr, n: tl.constexpr, n2: tl.constexpr, R: tl.constexpr,
     E: tl.constexpr, n_s: tl.constexpr, mixes: tl.constexpr, tanh: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
@@ -443,25 +420,20 @@ def maps_kernel(
             M = tl.where(used, M, float("-inf"))
             M, p = sinkhorn(M, used, Factors, of_stream, step, kept, iters, eps, backward)
         of_M = token[:, :, None] * E + (E - n * n) + one[:, None] * n + one
-    of_post = token * E + one
+    of_pre, of_post = of_stream, token * E + one
     if joined:
-        of_post += n
+        Grad_pre, of_pre, of_post = Grad_lane, of_post, of_post + n
 
     if not backward:
         if not tanh:
             h_pre, h_post = h_pre + eps, 2 * h_post
         if joined:
-            tl.store(Lane + token * E + one, h_pre, kept)
-        else:
-            tl.store(Pre + of_stream, h_pre, kept)
+            tl.store(Lane + of_pre, h_pre, kept)
         tl.store(Lane + of_post, h_post, kept)
         if mixes:
             tl.store(Lane + of_M, M, used)
     else:
-        if joined:
-            g_pre = tl.load(Grad_lane + token * E + one, kept, 0.0)
-        else:
-            g_pre = tl.load(Grad_pre + of_stream, kept, 0.0)
+        g_pre = tl.load(Grad_pre + of_pre, kept, 0.0)
         g_post = tl.load(Grad_lane + of_post, kept, 0.0)
         if not tanh:
             g_pre *= h_pre * (1 - h_pre)
@@ -532,8 +504,8 @@ def exchange_op(
 @triton_op("residual::exchange_backward", mutates_args={})
 def exchange_backward_op(
     X: Tensor, f: Tensor | None, lane: Tensor | None, w: Tensor | None,
-    gain: Tensor | None, pre: Tensor, rho: Tensor, q: Tensor | None, grad_new: Tensor | None,
-    grad_h: Tensor | None, grad_y: Tensor | None, grad_squares: Tensor | None, given: bool,
+    gain: Tensor | None, pre: Tensor, rho: Tensor, q: Tensor, grad_new: Tensor,
+    grad_h: Tensor | None, grad_y: Tensor, grad_squares: Tensor, given: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of X and f, parts of lane's, and parts of W's and the gain's, which share a tensor.
     The sum of all parts is the gradient."""
@@ -569,25 +541,18 @@ class Exchange(torch.autograd.Function):
         new, *found = exchange_op(X, f, lane, w, sb, gain, source, eps, norm_eps)
         new = X.view_as(X) if f is None else new
         y, squares, pre, rho, h = found
-        ctx.save_for_backward(X, f, lane, w, gain, pre, rho)
         ctx.given = source == GIVEN
+        ctx.save_for_backward(X, f, lane, w, gain, pre, rho)
         ctx.mark_non_differentiable(pre)
-        ctx.set_materialize_grads(False)
         return new, *found
 
     @staticmethod
     def backward(ctx, grad_new, grad_y, grad_squares, _, q, grad_h):
         X, f, lane, w, gain, pre, rho = ctx.saved_tensors
-        if w is not None:
-            groups = len(X) * X.size(-1) // w.size(-1)
-            zeros = lambda size: pre.new_zeros(*X.shape[1:-1], size)
-            grad_y = zeros(groups * len(w)) if grad_y is None else grad_y
-            grad_squares = zeros(groups) if grad_squares is None else grad_squares
-        if not pre.numel():  # compiled, an output that nobody used has zeros, not None
+        if not pre.numel():  # there is no h
             grad_h = None
         grads = map(contiguous, (q, grad_new, grad_h, grad_y, grad_squares))
-        of_pre = ctx.given and grad_h is not None
-        found = exchange_backward_op(X, f, lane, w, gain, pre, rho, *grads, of_pre)
+        found = exchange_backward_op(X, f, lane, w, gain, pre, rho, *grads, ctx.given)
         grad_x, grad_f, *parts = found
         grad_lane, rest = (part.sum(0) if part.numel() else None for part in parts)
         grad_w = None if w is None else rest[: w.numel()].view_as(w)
@@ -596,84 +561,63 @@ class Exchange(torch.autograd.Function):
         return grad_x, grad_f, grad_lane, grad_w, None, grad_gain, *[None] * 3
 
 
-class Reading(torch.autograd.Function):
-    """h, whose gradient also reaches pre. Exchange gets the rest of it, and q."""
-
-    @staticmethod
-    def forward(ctx, h, rho, wanted, gain, X, pre):
-        ctx.save_for_backward(X, pre, rho, gain)
-        return h.view_as(h)
-
-    @staticmethod
-    def backward(ctx, grad):
-        X, pre, rho, gain = ctx.saved_tensors
-        xs, u = X.to(pre.dtype).unbind(), grad.to(pre.dtype)
-        u = u if gain is None else gain * u
-        along = [(u * x).sum(-1, keepdim=True) for x in xs]  # <u, X_i>
-        if gain is None:
-            return grad, None, torch.cat(along, -1), None, None, None
-        pres = pre.split(1, -1)
-        q = sum(p * a for p, a in zip(pres, along))
-        h = sum(p * x for p, x in zip(pres, xs))
-        inside = [(h * x).sum(-1, keepdim=True) for x in xs]  # <h, X_i>
-        k = rho**3 * q / X.size(-1)
-        grad_pre = [rho * a - k * b for a, b in zip(along, inside)]
-        return grad, q, torch.cat(grad_pre, -1), None, None, None
-
-
-class Normed(torch.autograd.Function):
-    """h after its norm, if pre was given: Exchange gets its gradient, and q."""
-
-    @staticmethod
-    def forward(ctx, h, rho):
-        ctx.save_for_backward(h, rho)
-        return h.view_as(h)
-
-    @staticmethod
-    def backward(ctx, grad):
-        h, rho = ctx.saved_tensors
-        return grad, (grad.to(rho.dtype) * h).sum(-1, keepdim=True) / rho
+def of_read(grad, X, pre, rho, gain):
+    """From the gradient of h: that of h_pre, and q"""
+    xs, u = X.to(pre.dtype).unbind(), grad.to(pre.dtype)
+    u = u if gain is None else gain * u
+    along = [(u * x).sum(-1, keepdim=True) for x in xs]  # <u, X_i>
+    if gain is None:
+        return torch.cat(along, -1), None
+    pres = pre.split(1, -1)
+    q = sum(p * a for p, a in zip(pres, along))
+    h = sum(p * x for p, x in zip(pres, xs))
+    inside = [(h * x).sum(-1, keepdim=True) for x in xs]  # <h, X_i>
+    k = rho**3 * q / X.size(-1)
+    return torch.cat([rho * a - k * b for a, b in zip(along, inside)], -1), q
 
 
 @triton_op("residual::maps", mutates_args={})
 def maps_op(
     y: Tensor, squares: Tensor, sb: Tensor, grad_pre: Tensor | None, grad_lane: Tensor | None,
     joined: bool, n: int, C: int, tanh: bool, iters: int, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """h_pre and (h_post, M), or if joined nothing and all of them. With grad_lane the gradients of
-    y and squares, and partial sums of sb's. The others are empty."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(h_post, M), or if joined (h_pre, h_post, M). With grad_lane the gradients of y and squares,
+    and partial sums of sb's. The others are empty."""
     *shape, R = y.shape
     N, E = math.prod(shape), R if joined else R - n
     backward, mixes, programs = grad_lane is not None, R > 2 * n, triton.cdiv(N, TOKENS)
     empty = lambda wanted, *size: y.new_empty(size if wanted else 0)
-    pre, lane = empty(not (joined or backward), *shape, n), empty(not backward, *shape, E)
+    lane, parts = empty(not backward, *shape, E), empty(backward, programs, len(sb))
     of_y, of_squares = empty(backward, *y.shape), empty(backward, *squares.shape)
-    parts = empty(backward, programs, len(sb))
     factors = empty(backward and mixes and not tanh, 2 * iters - 1, N, n)
     wrap_triton(maps_kernel)[(programs,)](
-        y, squares, sb, grad_pre, grad_lane, pre, lane, of_y, of_squares, factors, parts, N,
+        y, squares, sb, grad_pre, grad_lane, lane, of_y, of_squares, factors, parts, N,
         iters, eps, C, n, power_above(n, 1), R, E, len(sb) - R, mixes, tanh, TOKENS, num_warps=4,
     )  # fmt: skip
-    return pre, lane, of_y, of_squares, parts
+    return lane, of_y, of_squares, parts
 
 
 class Maps(torch.autograd.Function):
-    """h_pre, and (h_post, M), of Eqs. 4 and 5 of streams.py, or with tanh of Eqs. 2 and 3, from the
-    products and the sums of squares that Exchange returns. joined: all of them in one tensor."""
+    """h, and the maps of Eqs. 4 and 5 of streams.py, or of Eqs. 2 and 3, from what Exchange
+    returns. Exchange gets the gradient of h, and q."""
 
     @staticmethod
-    def forward(ctx, y, squares, sb, *how):
-        inputs = [x.contiguous() for x in (y, squares, sb)]
-        ctx.save_for_backward(*inputs)
-        ctx.how = how
-        return maps_op(*inputs, None, None, *how)[:2]
+    def forward(ctx, X, y, squares, pre, rho, h, gain, sb, source, iters, eps):
+        ctx.how = source == GIVEN, len(X), X.size(-1), source == TANH, iters, eps
+        ctx.save_for_backward(X, y, squares, pre, rho, h if source == GIVEN else None, gain, sb)
+        return h.view_as(h), maps_op(y, squares, sb, None, None, *ctx.how)[0]
 
     @staticmethod
-    def backward(ctx, grad_pre, grad_lane):
-        inputs = ctx.saved_tensors
-        given = grad_pre.contiguous() if grad_pre.numel() else None, grad_lane.contiguous()
-        *_, grad_y, grad_squares, parts = maps_op(*inputs, *given, *ctx.how)
-        return grad_y, grad_squares, parts.sum(0), *[None] * 6
+    def backward(ctx, grad_h, grad_lane):
+        X, y, squares, pre, rho, h, gain, sb = ctx.saved_tensors
+        grad_pre = q = None
+        if h is None:
+            grad_pre, q = of_read(grad_h, X, pre, rho, gain)
+        elif gain is not None:
+            q = (grad_h.to(pre.dtype) * h).sum(-1, keepdim=True) / rho
+        given = y, squares, sb, grad_pre, grad_lane.contiguous()
+        _, grad_y, grad_squares, parts = maps_op(*given, *ctx.how)
+        return None, grad_y, grad_squares, None, q, grad_h, None, parts.sum(0), None, None, None
 
 
 # ------------------------------------------------------------------------------------------------

@@ -92,19 +92,15 @@ def begin(model, state, rank):
 
     Returns the description of the adapters for this run's checkpoints; None without adapters.
     """
-    refuse_adapters(state)
+    path = state["path"]
+    if state.get("lora"):
+        raise ValueError(f"{path} holds adapters: merge them first: python lora.py {path} OUT.pt")
     checkpoint.load_weights(model, state)
     if not rank:
         return None
     wanted = {"rank": rank, "alpha": ALPHA, "targets": TARGETS}
     adapt(model, **wanted)
-    return wanted | {"base": os.path.abspath(state["path"]), "sha256": file_sha256(state["path"])}
-
-
-def refuse_adapters(state):
-    if state.get("lora"):
-        path = state["path"]
-        raise ValueError(f"{path} holds adapters: merge them first: python lora.py {path} OUT.pt")
+    return wanted | {"base": os.path.abspath(path), "sha256": file_sha256(path)}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -116,13 +116,17 @@ class Router(nn.Module):
             self.count(q, docs)
         choose_and_run = self.run_top_k if self.training or self.look_ahead else self.run_above_tau
         f, runs = choose_and_run(sublayer, h, q)
-        return self.write(residual, f, runs[..., None], q[..., None], stream, scale, turn)
+        runs, q = runs[..., None], q[..., None]  # (B, T, 1)
+        known = {} if turn is None else {"turn": turn}
+        if self.v is not None:  # fallback: a skipping token has the same a, but rotates towards v
+            return residual.write(stream, torch.where(runs, f, self.v.to(f.dtype)), scale, **known)
+        new = residual.write(stream, f, scale * q if self.learned else scale, **known)
+        return residual.skip(stream, new, runs)
 
     def run_top_k(self, sublayer, h, q):
         """Training: run the k tokens of each sequence with the highest scores."""
         k = min(q.size(1), -(-self.k * q.size(1) // self.T))
-        rows = highest(q, k)
-        _, inverse = rows
+        rows = _, inverse = highest(q, k)
         return self.run_rows(sublayer, h, rows), inverse >= 0
 
     def run_above_tau(self, sublayer, h, q):
@@ -143,14 +147,6 @@ class Router(nn.Module):
         """Run the tokens that rows names, and scatter the output into zeros: (B, T, C)."""
         chosen, inverse = rows
         return gather_rows(sublayer(h, rows), (inverse, chosen))
-
-    def write(self, residual, f, runs, q, stream, scale, turn):
-        """Write f (B, T, C) for the running tokens. runs and q are (B, T, 1)."""
-        known = {} if turn is None else {"turn": turn}
-        if self.v is not None:  # fallback: a skipping token has the same a, but rotates towards v
-            return residual.write(stream, torch.where(runs, f, self.v.to(f.dtype)), scale, **known)
-        new = residual.write(stream, f, scale * q if self.learned else scale, **known)
-        return residual.skip(stream, new, runs)
 
     @torch.no_grad()
     def count(self, q, docs=None):
@@ -242,6 +238,6 @@ def calibrate(model, batches, shared, rate):
     for _ in range(4):
         with switched(model, "collect"):
             for x in batches:
-                model(x)
+                model.hidden(x)
         balance(routers(model), shared, rate, memory=0.0)
     model.train(training)

@@ -264,7 +264,7 @@ class GPT(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.loss_chunk, self.recompute = None, False  # train.py's settings of the same names
         self.summed_loss = summed_loss  # compile_blocks compiles it
-        for name, table in zip(("cos", "sin"), rotary_table(config, None)):
+        for name, table in zip(("cos", "sin"), rotary_table(config)):
             self.register_buffer(name, table, persistent=False)
         self.init_weights()
         self.after_step()
@@ -302,7 +302,7 @@ class GPT(nn.Module):
         return total / (targets >= 0).sum().clamp(min=1)
 
     def hidden(self, idx, docs=None, cache=None):
-        """Returns (hidden states (B, T, C), head weights (V, C)). Their product is the logits."""
+        """Returns hidden states (B, T, C) and head weights (V, C), for logits."""
         T, at = idx.size(1), torch.arange(idx.size(1), device=idx.device)
         if T > self.config.block_size:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
@@ -389,8 +389,8 @@ class GPT(nn.Module):
         graph, so that the time to compile does not grow with depth.
 
         Blocks have graphs of their own if they differ in value embeddings, in what they skip, in
-        the k of their routers or, in some modes, in their place: there each block reads another
-        number of sources.
+        the k of their routers or, in some modes, in their place: each block of attnres reads
+        another number of sources.
         """
         # a backward runs outside autocast, so that products in float32 have float32 gradients
         torch._functorch.config.backward_pass_autocast = "off"
@@ -601,7 +601,7 @@ INITS = {  # name: (weight, scale, gain of the activation) -> None
 
 
 def capped_logits(hidden, head, cap):
-    """The logits z, or cap * tanh(z / cap), in float32."""
+    """The logits z or, in float32, cap * tanh(z / cap)."""
     logits = F.linear(hidden, head)
     return logits if cap is None else cap * torch.tanh(norms.upcast(logits) / cap)
 

@@ -173,22 +173,17 @@ class NAGEnds(NoEnds):
     def additive(self, stream):
         return upcast(stream.x) * stream.lane.exp()
 
+    def fold(self, model):
+        rows = unit_rows(model.head.weight.detach())
+        model.head.weight = nn.Parameter(rows)  # a new parameter, so that a tied embedding stays
+        self.folded = True
+
 
 def unit_rows(head):
     """The rows w_v of Eq. 7, (V, d)."""
     w = upcast(head)
     w = w - w.mean(-1, keepdim=True)
     return (w * torch.rsqrt(w.square().mean(-1, keepdim=True) + 1e-12)).to(head.dtype)
-
-
-def fold(model):
-    """Compute the head's rows of Eq. 7 once, for inference. In place; it cannot be undone."""
-    if model.ends.folded:
-        raise ValueError("the head is folded already")
-    rows = unit_rows(model.head.weight.detach())
-    model.head.weight = nn.Parameter(rows)  # a new parameter, so that a tied embedding stays
-    model.ends.folded = True
-    return model.eval()
 
 
 def start_of_g_dec(config):

@@ -125,23 +125,6 @@ class ScaledActivation(nn.Module):
         return (self.root * self.s_u * inner).to(z.dtype)  # the MLP multiplies this by u
 
 
-def matrices(model):
-    """Yield (weight, axis along which its vectors have norm 1) for every matrix of Eq. 1."""
-    readers, writers = [model.embed, *model.value_embeds.values()], []
-    if not model.config.tied:
-        readers.append(model.head)
-    for block in model.blocks:
-        attn = block.attn
-        readers += [attn.wq, attn.wk, attn.wv]
-        writers += [attn.wo]
-        for mlp in mlps(block):
-            readers += [mlp.up] if mlp.gate is None else [mlp.up, mlp.gate]
-            writers += [mlp.down]
-    for layers, axis in ((readers, -1), (writers, -2)):
-        for layer in layers:
-            yield weight_of(layer), axis
-
-
 class NGPTEnds(NoEnds):
     def __init__(self, config):
         super().__init__(config)
@@ -163,10 +146,21 @@ class NGPTEnds(NoEnds):
     @torch.no_grad()
     def after_step(self, model):
         """Eq. 1, in place. A sharded weight is a DTensor, which sums its columns over all ranks."""
-        for weight, axis in matrices(model):
-            if weight.requires_grad:
-                length = torch.linalg.vector_norm(weight, dim=axis, keepdim=True)
-                weight.div_(length.clamp(min=1e-6))
+        rows, columns = [model.embed, *model.value_embeds.values()], []  # that have norm 1
+        if not model.config.tied:
+            rows.append(model.head)
+        for block in model.blocks:
+            attn = block.attn
+            rows += [attn.wq, attn.wk, attn.wv]
+            columns += [attn.wo]
+            for mlp in mlps(block):
+                rows += [mlp.up] if mlp.gate is None else [mlp.up, mlp.gate]
+                columns += [mlp.down]
+        for layers, axis in ((rows, -1), (columns, -2)):
+            for weight in map(weight_of, layers):
+                if weight.requires_grad:
+                    length = torch.linalg.vector_norm(weight, dim=axis, keepdim=True)
+                    weight.div_(length.clamp(min=1e-6))
 
 
 class NGPT(PreNorm):
@@ -174,7 +168,7 @@ class NGPT(PreNorm):
     init_out = "plain"
     attention = UnitAttention
     rescales = True
-    recipe = {"weight_decay": 0.0, "warmup_iters": 0}  # where train.py's settings are None
+    warmup_iters = 0
 
     def __init__(self, config, layer):
         nn.Module.__init__(self)  # without PreNorm's norm

@@ -242,6 +242,9 @@ class NoEnds(nn.Module):
     def after_step(self, model):
         """Change the model's weights after an optimizer step, such as nGPT's Eq. 1."""
 
+    def fold(self, model):
+        """Compute once what each token would compute again from the head. It cannot be undone."""
+
 
 class FinalNorm(NoEnds):
     def __init__(self, config):
@@ -327,7 +330,7 @@ class PreNorm(nn.Module):
     ends = FinalNorm
     init_out = "scaled"  # initialisation of the output projections if the setting init_out is None
     attention = None  # a subclass of attention.Attention in its place
-    recipe = {}  # weight_decay and warmup_iters, where train.py's settings are None
+    warmup_iters = 20  # where train.py's setting is None
     decays = ()  # names of its parameters that have weight decay
     rotates = False  # whether it has turn, alpha and ramp, as NAG does
     predicts = False  # whether refresh does anything

@@ -269,7 +269,7 @@ def token_map(axes, runs):
     axes.set(xlabel="token (black: it ran)")
 
 
-def differences(path, rows, baseline, title=None):
+def differences(path, rows, baseline):
     """Draw intervals of two differences from a baseline.
 
     rows: [(name, at equal steps, at equal time)]. An interval is (middle, half), or None.
@@ -302,8 +302,6 @@ def differences(path, rows, baseline, title=None):
     axes.set_yticks(range(len(names)), names)
     axes.set(ylim=(len(names) - 0.4, -0.6), xlim=(left - margin, right + margin))
     axes.set_xlabel(f"validation loss minus {baseline}'s   (left is better)")
-    if title:
-        axes.set_title(title)
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)
     fig.legend(loc="outside upper center", ncols=2, frameon=False)

@@ -344,17 +344,12 @@ class Streams(PreNorm):
         """read with kernels: (h, the stream, maps for write), made from W vec(X), s and b. If the
         source is GIVEN, h is read with the first n numbers of the last maps, or of the lane, and
         the maps begin with the next h_pre."""
-        rms, given = type(self.norm) is RMSNorm, source == kernels.GIVEN
+        rms = type(self.norm) is RMSNorm
         gain, norm_eps = (self.norm.gain, self.norm.eps) if rms else (None, 0.0)
-        f, lane = stream.sources or (None, stream.lane if given else None)
+        f, lane = stream.sources or (None, stream.lane if source == kernels.GIVEN else None)
         how = (w, sb, gain, source, eps, norm_eps)
-        X, products, squares, used, rho, h = kernels.Exchange.apply(stream.x, f, lane, *how)
-        how = (given, self.n, X.size(-1), source == kernels.TANH, ITERS, eps)
-        pre, maps = kernels.Maps.apply(products, squares, sb, *how)
-        if not given:
-            h = kernels.Reading.apply(h, rho, pre, gain, X, used)
-        elif rms:
-            h = kernels.Normed.apply(h, rho)
+        X, *found = kernels.Exchange.apply(stream.x, f, lane, *how)
+        h, maps = kernels.Maps.apply(X, *found, gain, sb, source, ITERS, eps)
         return h if rms else self.norm(h), stream.replace(x=X, sources=()), maps
 
     def skip(self, old, new, runs):
@@ -367,6 +362,7 @@ class Connections(Streams):
     """Maps that are made from X. A subclass defines `maps`, and for kernels `fetch_maps`."""
 
     decays = ("w",)  # parameters that decay: model.param_groups puts them in "maps"
+    before_post = 0  # numbers of the lane before h_post
 
     def read(self, stream):
         if stacked(stream):
@@ -379,20 +375,20 @@ class Connections(Streams):
         return h, stream.replace(lane=lane)
 
     def write(self, stream, f, gate=1.0):
-        n = self.n
+        n, at, maps = self.n, self.before_post, stream.lane
         if stacked(stream):
-            maps = stream.lane
             if norms.scales(gate):
-                maps = torch.cat([gate * maps[..., :n], maps[..., n:]], -1)
+                before, post, M = maps.tensor_split((at, at + n), -1)
+                maps = torch.cat([before, gate * post, M], -1)
             return stream.replace(lane=None, sources=(f, maps))
-        maps = stream.lane.split(1, -1)
+        maps = maps[..., at:].split(1, -1)
         M = [maps[i : i + n] for i in range(n, len(maps), n)] or None
         x, *others = write(streams_of(stream), M, [gate * h for h in maps[:n]], f)
         return stream.replace(x=x, lane=None, sources=tuple(others))
 
     def mixing(self, stream):
         """The M (B, T, n, n) of a stream that read has returned, or None. For depth.py."""
-        M = stream.lane[..., self.n :]
+        M = stream.lane[..., self.before_post + self.n :]
         return M.unflatten(-1, (self.n, self.n)) if M.size(-1) else None
 
 
@@ -452,6 +448,7 @@ class MHC(Connections):
         self.w = nn.Parameter(torch.empty(rows, self.n * config.n_embd))
         self.sb = nn.Parameter(torch.empty(self.n_maps + rows))  # s, b
         self.start = config.mhc_start
+        self.before_post = self.n if self.source == kernels.GIVEN else 0
 
     def reset_parameters(self):
         nn.init.normal_(self.w, std=self.w.size(1) ** -0.5)
@@ -490,8 +487,8 @@ class SMHCEnds(HCEnds):
 
 
 class SMHC(MHC):
-    """Stream.lane is pre, (B, T, n). Between read and write Stream.ahead is (h_pre, h_post, M), a
-    tensor. A write that waits for kernels holds it, too, and there is no lane."""
+    """Stream.lane is pre, (B, T, n). Between read and write it is (h_pre, h_post, M), and
+    Stream.ahead is (pre,), for skip. A write that waits for kernels holds all maps, and no lane."""
 
     ends = SMHCEnds
     source = kernels.GIVEN  # Eq. 7
@@ -499,30 +496,24 @@ class SMHC(MHC):
     def read(self, stream):
         pre = pre_of(stream, self.n)
         if stacked(stream):
-            h, stream, maps = self.fetch_maps(stream)
-            return h, stream.replace(lane=pre, ahead=(maps,))
+            h, stream = super().read(stream)
+            return h, stream.replace(ahead=(pre,))
         X = streams_of(stream)
         h_pre, post, M = self.maps(X)
         h = self.norm(read(X, pre.split(1, -1))).to(stream.x.dtype)  # Eq. 7
-        return h, stream.replace(ahead=(torch.cat([*h_pre, *post, *chain(*M)], -1),))
+        lane = torch.cat([*h_pre, *post, *chain(*M)], -1)
+        return h, stream.replace(lane=lane, ahead=(pre,))
 
     def write(self, stream, f, gate=1.0):
-        (maps,) = stream.ahead
-        h_pre, post, M = maps.split([self.n, self.n, self.n * self.n], -1)
+        new = super().write(stream, f, gate).replace(ahead=())
         if stacked(stream):
-            if norms.scales(gate):
-                maps = torch.cat([h_pre, gate * post, M], -1)
-            return stream.replace(lane=None, ahead=(), sources=(f, maps))
-        new = super().write(stream.replace(lane=maps[..., self.n :]), f, gate)
-        return new.replace(lane=h_pre.contiguous(), ahead=())  # or blocks would not share a graph
+            return new
+        h_pre = stream.lane[..., : self.n].contiguous()  # or blocks would not share a graph
+        return new.replace(lane=h_pre)
 
     def skip(self, old, new, runs):
-        pre = torch.where(runs, pre_of(new, self.n), old.lane)
+        pre = torch.where(runs, pre_of(new, self.n), *old.ahead)
         return super().skip(old, new, runs).replace(lane=pre)
-
-    def mixing(self, stream):
-        (maps,) = stream.ahead
-        return super().mixing(stream.replace(lane=maps[..., self.n :]))
 
 
 def stream_norms(config):

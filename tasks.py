@@ -68,17 +68,15 @@ def score_group(model, contexts, owner, continuations, n_vocab, device):
 
     chunk = model.loss_chunk or 2048  # tokens whose logits are in memory at a time
     parts = zip(hidden.flatten(0, 1).split(chunk), y.flatten().split(chunk))
-    scores = [token_scores(model.logits(h, head), targets, n_vocab) for h, targets in parts]
+    scores = []
+    for h, targets in parts:
+        logp = model.logits(h, head)[:, :n_vocab].float().log_softmax(-1)
+        of_targets = logp.gather(-1, targets[:, None])[:, 0]
+        scores.append((of_targets, logp.argmax(-1) == targets))
     logp, greedy = (torch.cat(part).view(y.shape) for part in zip(*scores))
     lengths = torch.tensor([[len(ids)] for ids in continuations], device=device)
     real = torch.arange(longest, device=device) < lengths  # (N, longest), False for padding
     return [*zip((logp * real).sum(-1).tolist(), (greedy | ~real).all(-1).tolist())]
-
-
-def token_scores(logits, y, n_vocab):
-    """Log-probability of each token of y, and whether it is the most likely one, (N,) each."""
-    logp = logits[..., :n_vocab].float().log_softmax(-1)
-    return logp.gather(-1, y[..., None])[..., 0], logp.argmax(-1) == y
 
 
 def harness(model, encoding, batch_size, device):

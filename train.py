@@ -138,7 +138,8 @@ def check_settings():
             fail(f"{asked} needs {needed}")
     if compile and device.type == "cpu" and not machine.has_compiler():
         fail("compile=True needs a C++ compiler on a CPU: install g++, or --compile=False")
-    if going_on and "max_iters" in given and max_iters < saved["step"]:
+    counts = flops_budget is None and "max_iters" in given
+    if going_on and counts and max_iters < saved["step"]:
         fail(f"{max_iters=}: {saved['path']} is at step {saved['step']} already")
     if not out_dir:
         fail("out_dir is empty: give a folder")
@@ -189,12 +190,9 @@ def open_data():
     meta, T, val = None if saved is None else saved["meta"], config.block_size, None
     if data_dir is not None:
         train, val = (data.Windows(data_dir, split, T) for split in ("train", "val"))
-        size = train.meta["vocab_size"]
-        if meta is not None:
-            train.refuse_other_tokenizer(meta, config.vocab_size)
-        elif size > config.vocab_size:
-            fail(f"{data_dir} has token ids up to {size - 1}: set --vocab_size={size} or more")
-        meta = meta if meta is not None and data.is_imported(meta) else train.meta
+        meta = train.meta if meta is None else meta
+        train.refuse_other_tokenizer(meta, config.vocab_size)
+        meta = meta if data.is_imported(meta) else train.meta
     elif sft_data is None:
         fail(f"{saved['path']} was imported without shards: give --sft_data or --data_dir")
     if sft_data is None:
@@ -231,9 +229,8 @@ if gate_lr is not None and not model.param_groups()["gates"]:
 model.loss_chunk, model.recompute = loss_chunk, recompute
 config.hc_streams = streams.count(config)  # the checkpoint has the number, not a default
 
-recipe = {"weight_decay": 0.0, "warmup_iters": 20} | RESIDUALS[config.residual].recipe
-weight_decay = recipe["weight_decay"] if weight_decay is None else weight_decay
-warmup_iters = recipe["warmup_iters"] if warmup_iters is None else warmup_iters
+weight_decay = weight_decay or 0.0
+warmup_iters = RESIDUALS[config.residual].warmup_iters if warmup_iters is None else warmup_iters
 if local_rank == 0 and sft_data is None:
     train_windows.verify()  # in the background: a shard that has changed ends the run
 loader = data.Loader(train_windows, sequences, micro_steps, seed, rank, world, device)
@@ -247,9 +244,9 @@ if world > 1:
     # while rank 0 writes a checkpoint the others wait: NCCL's 10 minutes are too few for 40 GB
     gpu, library = (device, "nccl") if device.type == "cuda" else (None, "gloo")
     dist.init_process_group(library, timeout=timedelta(hours=2), device_id=gpu)
-if compile:
-    model.compile_blocks()
 net = machine.over_ranks(model, device, world, shard)  # what the training step calls
+if compile:
+    model.compile_blocks()  # with options for the device that the model is on now
 
 routers, experts = mod.routers(model), moe.layers(model)
 if not is_main:  # a checkpoint has the sum of all ranks' scores: only rank 0 keeps it
@@ -314,11 +311,12 @@ def save(kind):
         fail(f"step {step} could not be saved as {path}, older checkpoints are intact: {error}")
     if world > 1:
         dist.barrier()
-    save_seconds, last_save = time.monotonic() - began, time.monotonic()
+    if kind == "newest":  # the others must not put it off
+        save_seconds, last_save = time.monotonic() - began, time.monotonic()
 
 
 def saves_by_time():
-    """Whether 30 seconds, and 100 times the last save's duration, have passed since that save."""
+    """Whether 30 seconds, and 100 times the duration of the newest's last save, have passed."""
     return save_interval is None and time.monotonic() - last_save >= max(30.0, 100 * save_seconds)
 
 

@@ -20,7 +20,7 @@ import json
 import sys
 import time
 from contextlib import redirect_stdout
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +96,8 @@ def bench_in_turn(i, argv, speeds, out, ready, turn):
             ready.value = 1
             while turn.value != i:
                 time.sleep(0.05)
+                if not parent_process().is_alive():  # killed: nobody's turn comes any more
+                    raise SystemExit(1)
         times = race(candidates, rounds)
         if not slowest:  # of the first race alone
             slowest.update((name, kernels(run)) for name, run in candidates.items())

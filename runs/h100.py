@@ -6,8 +6,7 @@ What compiled code would move on an H100, counted on a machine without a GPU.
 
 Inductor writes the kernels for sm_90, Triton compiles all of them, and Inductor counts the bytes
 that each one reads and writes: the same numbers on every machine. A pass is one read or write of
-the stream (4, 1024, 2048). Only the seconds of compilation are measured. The numbers leave out
-the time of launches, caches, cuBLAS and NCCL.
+the stream (4, 1024, 2048). The numbers leave out the time of launches, caches, cuBLAS and NCCL.
 
 It counts the kernels that compiled code launches. A step's embedding and optimizers are not
 compiled. Of a step it also counts calls of compiled code, and masks: attentions with a mask, and
@@ -27,7 +26,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,16 +37,10 @@ from configurator import configure
 what = "residual"  # residual: reads and writes of the stream alone; step: a training step
 modes = "all"  # separated by commas: all, or names with changes such as nag:nag_directions=0
 stream = "bfloat16"  # residual: dtype of all inputs; a step has train.py's: float32 and bfloat16
-parts = "dense,experts,skipping"  # step: kinds of models
 out: str | None = None  # a .json file for the numbers
 
 SHAPE = (4, 1024, 2048)
 BLOCK = dict(n_layer=8, n_head=16, n_kv_head=4, n_embd=2048, block_size=1024, vocab_size=256)
-KINDS = {
-    "dense": {},
-    "experts": dict(moe_experts=8, n_hidden=1024),
-    "skipping": dict(mod_on="both", mod_rate=0.4, mod_router="learned"),
-}
 READS = ((2, 2), (9, 9), (1, 0))  # of Attention Residuals: sources, and those that are shared
 # a line that starts a kernel: of Triton, of cuBLAS, or another one of PyTorch
 LAUNCH = re.compile(r"\w\.run\(|extern_kernels\.\w+\(|torch\.ops\.(aten|residual)\.[\w.]+\(")
@@ -261,10 +253,8 @@ def measured(run, config):
     metrics.reset()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    began = time.monotonic()
     with FakeTensorMode(), torch.device("cuda:0"):
         run(config)
-    seconds = round(time.monotonic() - began)
     if what == "residual" and config.residual == "attnres":
         compile_reads()
     itemsize = getattr(torch, stream).itemsize if what == "residual" else 4
@@ -273,7 +263,7 @@ def measured(run, config):
     launches, masks = map(sum, zip(*calls))
     found = {"passes": passes, "kernels": launches}
     breaks = torch._dynamo.utils.counters["graph_break"]
-    found |= {"spill": max(spills, default=0), "breaks": len(breaks), "seconds": seconds}
+    found |= {"spill": max(spills, default=0), "breaks": len(breaks)}
     if what == "step":
         found |= {"calls": len(calls), "masks": masks}
     return found | ({"ours": dict(ours)} if ours else {})
@@ -287,17 +277,13 @@ def cases():
         if mode not in RESIDUALS:
             raise SystemExit(f"modes={mode!r}: choose from {', '.join(RESIDUALS)}")
         changed = {key: json.loads(value) for key, value in (each.split("=") for each in changes)}
-        for kind in parts.split(",") if what == "step" else ["dense"]:
-            title = f"{name}, {kind}" if what == "step" else name
-            yield title, GPTConfig(**BLOCK | KINDS[kind] | changed, residual=mode)
+        yield name, GPTConfig(**BLOCK | changed, residual=mode)
 
 
 def main():
     configure(globals(), argv=sys.argv[1:])
     if what not in ("residual", "step"):
         raise SystemExit(f"what={what!r}: choose residual or step")
-    if not {*parts.split(",")} <= {*KINDS}:
-        raise SystemExit(f"parts={parts!r}: choose from {', '.join(KINDS)}")
     stand_in()
     run, report = read_and_write if what == "residual" else training_step, {}
     for name, config in cases():

@@ -349,8 +349,7 @@ def draw(path, comparisons, names):
     rows = [(words(each["mode"]), each["steps"], (each["times"] or [None] * 3)[1])
             for each in shown]  # fmt: skip
     if rows:
-        title = "rehearsal: ignore these numbers" if rehearse else None
-        plot.differences(path, rows, words(baseline), title)
+        plot.differences(path, rows, words(baseline))
 
 
 def main():
@@ -396,7 +395,7 @@ def main():
 
     ratio_of = lambda run: ratios[run["residual"]][1]
     usual = settings(scale, baseline, {}, 1)
-    progress = study.plan(study.to_train(trained_by), ratio_of, usual)
+    progress = study.Progress(study.to_train(trained_by), ratio_of, usual)
     trained = trained_by(partial(study.run, progress=progress))
     comparisons = [*compared(trained, ratios)]
     draw(study.ROOT / "out" / f"{name}.png", comparisons, {"prenorm": "pre-norm"})

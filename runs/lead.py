@@ -141,7 +141,7 @@ def main():
         found = iter(lines_of("lead", sum(runs, []), judge.LOOK))
         return {pair: [next(found) for _ in SEEDS] for pair in pairs}
 
-    progress = study.plan(study.to_train(trained))
+    progress = study.Progress(study.to_train(trained))
     lines = trained(partial(study.run, progress=progress))
     for (name, value), ours in lines.items():
         base = base_of(changes, name)

@@ -150,11 +150,6 @@ def differences_at(length, losses, by_length):
     return minus(losses, losses_at(length, by_length))
 
 
-def gap_at(length, losses, by_length):
-    """The interval of these differences."""
-    return interval(differences_at(length, losses, by_length))
-
-
 def losses_at(length, by_length):
     """The loss of each seed, interpolated at a length. by_length: {length: losses}
 
@@ -192,13 +187,13 @@ def length_of(losses, by_length):
 
 
 def crossings(losses, by_length):
-    """Where the upper end, the middle and the lower end of gap_at are 0, or None."""
+    """Where the upper end, the middle and the lower end of the difference are 0, or None."""
     first, last = min(by_length), max(by_length)
     found = []
     for side in (1, 0, -1):
 
         def end(length, side=side):
-            difference, half = gap_at(length, losses, by_length)
+            difference, half = interval(differences_at(length, losses, by_length))
             return difference + side * half
 
         inside = end(first) <= 0 <= end(last)

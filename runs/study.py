@@ -297,18 +297,32 @@ def duration(seconds):
     return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} hours"
 
 
-class Progress:
-    """How much of the work is done, and how long the rest will take.
+def size_of(settings):
+    """Proportional to the time of a step, approximately."""
+    full = DEFAULTS | settings
+    return tokens_of(full) * full["n_layer"]
 
-    price(settings): proportional to the time of a run. runs: the settings of those to train.
-    seconds: an estimate for all of them. It counts like having measured a tenth of them.
+
+class Progress:
+    """How much of the work is done, and how long the rest will take. Says first how long all will.
+
+    That estimate, from measuring one run, counts like having trained a tenth of the runs.
+    size(settings): proportional to the time of a step. like: the run to measure, else the largest.
     """
 
-    def __init__(self, price, runs, seconds):
-        self.price, self.done, self.total = price, 0, len(runs)
-        self.left = sum(map(price, runs))
-        self.paid = self.left / 10
-        self.began = time.monotonic() - seconds / 10
+    def __init__(self, runs, size=size_of, like=None):
+        self.done, self.total = 0, len(runs)
+        if not runs:
+            return
+        like = like or max(runs, key=size)
+        of_step, others = probe(like)
+        of_size = of_step / size(like)
+        self.price = lambda run: (DEFAULTS | run)["max_iters"] * of_size * size(run) + others
+        self.left = sum(map(self.price, runs))
+        n, names = len(devices()), sorted({(DEFAULTS | run)["residual"] for run in runs})
+        about = f"about {duration(self.left / n)} to train {len(runs)} runs of {', '.join(names)}"
+        say(f"{about}, {n} at a time")
+        self.paid, self.began = self.left / 10, time.monotonic() - self.left / n / 10
 
     def finish(self, settings):
         self.done += 1
@@ -337,28 +351,6 @@ def written(settings):
     return " ".join(f"{k}={v:g}" if type(v) is float else f"{k}={v}" for k, v in settings.items())
 
 
-def size_of(settings):
-    """Proportional to the time of a step, approximately."""
-    full = DEFAULTS | settings
-    return tokens_of(full) * full["n_layer"]
-
-
-def plan(runs, size=size_of, like=None):
-    """A Progress for runs to train. Measures one of them, and says how long all will take.
-
-    size(settings): proportional to the time of a step. like: the run to measure, else the largest.
-    """
-    if not runs:
-        return Progress(size, [], 0.0)
-    like = like or max(runs, key=size)
-    of_step, others = probe(like)
-    price = lambda run: (DEFAULTS | run)["max_iters"] * of_step * size(run) / size(like) + others
-    n, names = len(devices()), sorted({(DEFAULTS | run)["residual"] for run in runs})
-    seconds = sum(map(price, runs)) / n
-    say(f"about {duration(seconds)} to train {len(runs)} runs of {', '.join(names)}, {n} at a time")
-    return Progress(price, runs, seconds)
-
-
 def to_train(procedure):
     """The runs that a procedure would train now. procedure(run): calls run(study, runs, look).
 
@@ -384,7 +376,7 @@ def run(study, runs, look=(), progress=None):
     """
     lines, named = finished(study), {name_of(settings): settings for settings in runs}
     missing = {name: settings for name, settings in named.items() if name not in lines}
-    progress = progress or plan([*missing.values()])
+    progress = progress or Progress([*missing.values()])
 
     def job(name):
         device = free_devices().get()

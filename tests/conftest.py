@@ -1,8 +1,8 @@
 """Fixtures of test_all.py, for the tests in this folder, and the order of the slow tests."""
 
-from test_all import data, over_ranks, quick_compiler, runs, texts
+from test_all import data, quick_compiler, runs
 
-__all__ = ["data", "over_ranks", "quick_compiler", "runs", "texts"]
+__all__ = ["data", "quick_compiler", "runs"]
 
 # Parts of names, the longest tests first: at the end, all processes would wait for a long one.
 LONG = ("kernels_equal_float64", "documented_command", "for_an_h100", "resumes_on_any_number",

@@ -221,7 +221,7 @@ BREAKS = [  # (name, file, code before, code after, the test that notices)
     ("dialled on validation text", "eval.py", 'Windows(windows.directory, "train",',
      'Windows(windows.directory, "val",',
      "tests/test_eval.py::test_eval_tells_who_skips_and_dials_the_rate"),
-    ("sink sees the future", "depth.py", ".triu(1)", ".triu(2)",
+    ("sink sees the future", "depth.py", "is_causal=True", "is_causal=False",
      "tests/test_eval.py::test_the_sink_is_the_share_of_attention_that_the_first_token_gets"),
     ("block stays out", "depth.py", "del block.forward", "pass",
      "tests/test_eval.py::test_a_block_that_does_nothing_is_not_missed_and_has_no_gradient[prenorm]"),

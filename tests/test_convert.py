@@ -105,7 +105,7 @@ def test_converted_bhyt_predicts_the_variance_with_its_large_gain():
 ])  # fmt: skip
 def test_converted_alphas_are_the_measured_rotations(changes, old):
     source = prenorm(**old)
-    model, rope = converted(source, "nag", **changes), rotary_table(source.config, None)
+    model, rope = converted(source, "nag", **changes), rotary_table(source.config)
     attend = lambda block: lambda h: block.attn(h, rope)
     steps = []  # (sublayer, its norm, the residual of NAG)
     for block, new in zip(source.blocks, model.blocks):
@@ -132,7 +132,7 @@ def test_converted_sublayers_of_nag_read_what_those_of_prenorm_read(changes):
     """On a stream whose mean is 0, such as the one of NAG."""
     source = prenorm(**changes)
     model, x = converted(source, "nag"), centred(torch.randn(2, 8, 32).double())
-    r, rope = x / rms(x), tuple(table[:8] for table in rotary_table(source.config, None))
+    r, rope = x / rms(x), tuple(table[:8] for table in rotary_table(source.config))
     for old, new in zip(source.blocks, model.blocks):
         h_attn, h_mlp = old.attn_residual.norm(x), old.mlp_residual.norm(x)
         assert_close(new.attn(r, rope), old.attn(h_attn, rope), rtol=1e-4, atol=1e-5)

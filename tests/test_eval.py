@@ -71,10 +71,8 @@ def test_eval_measures_the_stream_by_depth(data, runs, capsys, run):
     """Every number is computed again from its definition. NAG's lanes make one stream."""
     argv = ["--max_new_tokens=9", "--prompt=def ", "--temperature=0", "--dtype=float32"]
     script("eval.py", *argv, out_dir=runs / run, eval_tokens=512, depth_tokens=640)
-    report, (_, model) = (
-        json.load(open(runs / run / "eval.json")),
-        checkpoints.load_model(runs / run),
-    )
+    report = json.load(open(runs / run / "eval.json"))
+    _, model = checkpoints.load_model(runs / run)
     assert report["sample"].startswith("def ") and "def " in capsys.readouterr().out
     assert report["loss"]["loss"] == pytest.approx(log_of(runs / run).val_losses[-1], abs=1e-5)
     windows, seen = data_file.Windows(data, "val", 32), report["depth"]
@@ -298,7 +296,8 @@ def test_evaluation_and_scores_hold_no_more_logits_than_loss_chunk():
     def numbers():
         batches = [(some_ids(8), some_ids(8, seed=2))]
         scores = tasks.score_choices(model, pairs, 8, 4096, "cpu")
-        return [model_file.evaluate(model, batches), *sum(scores, ())]
+        by_depth = depth.look(model, *batches[0])[1].mean(1).tolist()
+        return [model_file.evaluate(model, batches), *sum(scores, ()), *by_depth]
 
     exact, model.loss_chunk = numbers(), 16
     with Largest() as largest:

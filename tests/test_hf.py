@@ -4,8 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import re
-import struct
 import sys
 from types import SimpleNamespace
 
@@ -24,14 +22,12 @@ from test_all import (
     HERE,
     assert_close,
     cases,
-    check_against_the_equations,
     evaluated,
     refuses,
     resume,
     script,
     shaken,
     some_ids,
-    tiny,
 )
 
 TEXT = "def main():\n    return [x ** 2 for x in range(10)]  # naïve 数 \t\n\n" * 20
@@ -168,27 +164,6 @@ def test_an_export_has_the_rotary_keys_of_transformers_4_and_5(scaling, old):
         assert hf.rope(hf.Keys({key: keys[key] for key in form})) == both
 
 
-@cases("changes", [
-    dict(head_dim=6, attn_bias="qkv", rope_scaling=(4.0,)), dict(attn_bias="all", head_dim=12),
-    dict(n_head=4, n_kv_head=2, qk_norm=True, qk_norm_joint=True, bias=True, attn_bias="none"),
-    dict(rope_base=100.0, rope_scaling=(8.0, 1.0, 4.0, 16), head_dim=16, residual="ngpt"),
-    dict(residual="bhyt", head_dim=6, n_head=4, n_kv_head=2, qk_norm=True, qk_norm_joint=True),
-])  # fmt: skip
-def test_settings_for_imported_models_follow_the_equations(changes):
-    check_against_the_equations(**changes)
-
-
-@cases("changes, message", [
-    (dict(qk_norm=False, qk_norm_joint=True), "qk_norm_joint=True needs qk_norm=True"),
-    (dict(rope_scaling=(2.0, 1.0)), "give (factor,) or (factor, low, high, length)"),
-    (dict(rope_scaling=(8.0, 4.0, 1.0, 64)), "rope_scaling=(8.0, 4.0, 1.0, 64): give"),
-    (dict(attn_bias="q"), "attn_bias='q': choose one of None, none, qkv, all"),
-])  # fmt: skip
-def test_settings_that_do_not_fit_are_refused(changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tiny(**changes)
-
-
 # --- Against transformers ------------------------------------------------------------------------
 
 SHAPE = dict(
@@ -309,30 +284,18 @@ def test_an_export_of_lns_folds_the_factor_of_each_block_into_its_gains(tmp_path
         assert_close(gain, block.attn_residual.norm.gain.detach() / math.sqrt(b + 1))
 
 
-def rewrite_header(path, change):
-    """Change the header of a .safetensors file: its length, then JSON."""
-    raw = path.read_bytes()
-    length = struct.unpack("<Q", raw[:8])[0]
-    header = change(json.loads(raw[8 : 8 + length]))
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
-
-
 def damage(folder, how):
     index, file = folder / "model.safetensors.index.json", min(folder.glob("*.safetensors"))
     names = json.loads(index.read_text())
     first = next(name for name, where in names["weight_map"].items() if where == file.name)
     if how == "truncated":
         file.write_bytes(file.read_bytes()[:-10])
-    elif how == "missing shard":
-        file.unlink()
-    elif how == "2^60 bytes":
-        file.write_bytes(struct.pack("<Q", 2**60) + file.read_bytes()[8:])
     elif how == "wrong shape":
         keys = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(keys | {"intermediate_size": 60}))
     elif how == "missing tensor":
-        rewrite_header(file, lambda header: {k + "x" * (k == first): v for k, v in header.items()})
+        other = first[:-1] + "x"
+        file.write_bytes(file.read_bytes().replace(first.encode(), other.encode()))
     elif how == "pickles":
         for path in (*folder.glob("*.safetensors"), index):
             path.unlink()
@@ -346,11 +309,10 @@ def damage(folder, how):
 
 @pytest.mark.slow
 @cases("how, message", [
-    ("truncated", "is not a complete .safetensors file"), ("missing shard", "which is missing"),
-    ("2^60 bytes", "is not a complete .safetensors file"), ("wrong shape", "config.json says"),
+    ("truncated", "is not a complete .safetensors file"), ("wrong shape", "config.json says"),
     ("missing tensor", "which config.json does not ask for"), ("pickles", "can run code"),
     ("no json", "config.json: Expecting"), ("../x.safetensors", "is not a file in its folder"),
-    ("/etc/passwd", "is not a file in its folder"), ("other.safetensors", "which is missing"),
+    ("other.safetensors", "which is missing"),
 ])  # fmt: skip
 def test_broken_files_are_refused_and_nothing_is_written(how, message, tmp_path):
     theirs("llama", tmp_path / "in", max_shard_size="30KB")

@@ -227,15 +227,8 @@ def test_fine_tuning_learns_to_answer_reports_forgetting_and_resumes(
     train(data, base, **model)
     config, chat = os.path.join(HERE, "config", "sft_lima.py"), tmp_path / "chat.jsonl"
     sft = dict(init_from=base, sft_data=write_conversations(chat), learning_rate=3e-2, max_iters=20)
-    sft |= dict(
-        block_size=64,
-        batch_size=32,
-        total_batch_tokens=2048,
-        eval_interval=10,
-        eval_tokens=512,
-        dtype="float32",
-        compile=False,
-    )
+    sft |= dict(block_size=64, batch_size=32, total_batch_tokens=2048, eval_interval=10)
+    sft |= dict(eval_tokens=512, dtype="float32", compile=False)
     monkeypatch.setattr(lora, "TARGETS", "wq,wv")
     script("train.py", config, **sft, keep_interval=10, out_dir=run)
     script("train.py", config, **sft, lora_rank=0, out_dir=full)

@@ -216,10 +216,9 @@ def test_compiled_equals_eager_whatever_the_blocks_skip(residual, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
-    """A dense run, and one with routers"""
+    """A run without routers"""
     at = tmp_path_factory.mktemp("prune")
     train(data, at / "dense", n_layer=4, residual="prenorm")
-    train(data, at / "routed", residual="prenorm", mod_on="mlp", mod_rate=0.3, mod_router="learned")
     return at
 
 
@@ -255,20 +254,15 @@ def test_without_shards_nothing_chooses_what_to_skip(trained, tmp_path):
     refuses(why, evaluated, tmp_path, "loss", text=tmp_path / "a.txt", mod_rate=0.25)
 
 
-def test_eval_refuses_to_prune_a_model_with_routers(trained):
-    for key, value in (("prune_by", "norm"), ("prune_unit", "block")):
-        why = f"{key}={value!r} needs mod_rate, and a model without routers"
-        how = {"out_dir": trained / "routed", "mod_rate": 0.2, key: value}
-        refuses(why, script, "eval.py", what="loss", **how)
-
-
-@cases("how, message", [
-    (dict(prune_by="norm"), "needs mod_rate, and a model without routers"),
-    (dict(mod_rate=0.3, prune_by="size"), "choose one of angle, norm, random"),
-    (dict(mod_rate=0.3, prune_unit="head"), "choose one of sublayer, block"),
+@cases("run, how, message", [
+    ("d", dict(mod_rate=0.2, prune_by="norm"), "prune_by='norm' needs mod_rate, and a model"),
+    ("d", dict(mod_rate=0.2, prune_unit="block"), "prune_unit='block' needs mod_rate, and a model"),
+    ("dense", dict(prune_by="norm"), "needs mod_rate, and a model without routers"),
+    ("dense", dict(mod_rate=0.3, prune_by="size"), "choose one of angle, norm, random"),
 ])  # fmt: skip
-def test_eval_refuses_bad_values(how, message, trained):
-    refuses(message, script, "eval.py", what="loss", out_dir=trained / "dense", **how)
+def test_eval_refuses_bad_values(run, how, message, runs, trained):
+    out = runs / run if run == "d" else trained / run
+    refuses(message, script, "eval.py", what="loss", out_dir=out, **how)
 
 
 def test_eval_measures_a_text_of_two_rows_and_keeps_parts_before_one_that_fails(
@@ -281,4 +275,6 @@ def test_eval_measures_a_text_of_two_rows_and_keeps_parts_before_one_that_fails(
     assert found["loss"]["tokens"] == 48 + 1 and len(found["depth"]["norm"]) == 5
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     refuses("pip install lm-eval", evaluated, out, "loss,tasks", eval_tokens=512)
-    assert json.load(open(out / "eval.json"))["loss"]["tokens"] == 512
+    report = json.load(open(out / "eval.json"))
+    assert report["loss"]["tokens"] == 512 and report["depth"] == found["depth"]
+    assert "tasks" not in report["settings"]

@@ -257,12 +257,14 @@ def test_a_run_ends_if_a_shard_has_changed(data, tmp_path, monkeypatch):
 
 @cases("given, able, expected", [(None, True, True), (None, False, False), (False, True, False)])
 def test_a_run_compiles_if_the_machine_can(data, tmp_path, monkeypatch, given, able, expected):
-    called = []
+    called, move = [], machine.over_ranks
+    monkeypatch.setattr(machine, "over_ranks", lambda *how: called.append("moves") or move(*how))
     monkeypatch.setattr(machine, "can_compile", lambda kind: able)
     monkeypatch.setattr(machine, "has_compiler", lambda: True)
-    monkeypatch.setattr(GPT, "compile_blocks", lambda model: called.append(1))
+    monkeypatch.setattr(GPT, "compile_blocks", lambda model: called.append("compiles"))
     train(data, tmp_path, compile=given, max_iters=1, eval_interval=0)
-    assert bool(called) == log_of(tmp_path).headers[0]["resolved"]["compile"] == expected
+    assert log_of(tmp_path).headers[0]["resolved"]["compile"] == expected
+    assert called == ["moves", *["compiles"] * expected]  # with the options of that device
 
 
 def test_the_seed_decides_windows_and_with_step_and_rank_the_dropout(data, tmp_path, monkeypatch):

@@ -244,11 +244,8 @@ def test_a_hub_that_refuses_for_good_ends_preparation_with_one_line(c4_files, tm
 ])  # fmt: skip
 def test_a_run_resumes_on_any_number_of_ranks(data, tmp_path, more, close):
     """Some of the runs are compiled. All have the loss curve of one eager process."""
-    one, run, how = (
-        tmp_path / "a",
-        tmp_path / "b",
-        dict(min_lr=4e-3, total_batch_tokens=256),
-    )  # a constant rate
+    one, run = tmp_path / "a", tmp_path / "b"
+    how = dict(min_lr=4e-3, total_batch_tokens=256)  # a constant rate
     train(data, one, **how, **more, max_iters=9)
     for last, world, shard, compile in (
         (2, 2, "fsdp", False), (3, 1, "none", False), (5, 4, "fsdp", False), (7, 2, "none", True),
@@ -326,7 +323,7 @@ def write_tasks(directory):
 
 
 def test_the_scores_of_the_harness_equal_those_of_a_loop(runs, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("lm_eval", reason="make test installs lm-eval")
+    pytest.importorskip("lm_eval", reason="make slow installs lm-eval")
     run, how = runs / "a", dict(task_dir=write_tasks(tmp_path / "tasks"))
     report = evaluated(run, "tasks", tasks=",".join(TASKS), **how)
     _, model = checkpoints.load_model(run)
