@@ -33,7 +33,7 @@ from stats import by_seed, decided, gap_of, losses_of, plus_minus, verdict, with
 from study import ROOT, NotFinished, find
 
 import plot
-from configurator import configure
+from configurator import usage
 from model import RESIDUALS
 
 RESULTS = ROOT / "results"
@@ -208,6 +208,11 @@ def judge_facts():
     for pair in (*pairs, ("bhyt_exact", "bhyt")):
         lines = (judged_lines("muon", name) for name in pair)
         yield " minus ".join(pair), plus_minus(gap_of(*lines))
+    (choice, _), usual = judged("muon")[0][BASELINE], scale_of("muon")
+    starts = choice, choice | {"init_out": "zero"}
+    ends = judge.means(usual, BASELINE, starts, partial(find, "judge"), 1.0, judge.TUNING)
+    for name, end in zip(("as chosen", "from zero projections"), ends):
+        yield f"prenorm, tuning seeds, {name}", f"{end:.4f}"
     commits = [line["commit"] for line in study.finished("judge").values()]
     share = mean(commit.endswith("+changes") for commit in commits)
     yield "runs with uncommitted changes", f"{share:.0%}"
@@ -230,6 +235,7 @@ def again_facts():
     every = range(len(ours))
     chosen = {"16 seeds": every, "new seeds": every[judge.seeds :]}
     chosen["good seeds"] = [at for at in every if theirs[1.0][at]["loss"] < BAD]
+    chosen["new good seeds"] = [at for at in chosen["good seeds"] if at >= judge.seeds]
     for what, kept in chosen.items():
         some = lambda lines, kept=kept: [lines[at] for at in kept]
         others = {length: some(lines) for length, lines in theirs.items()}
@@ -451,21 +457,19 @@ def mixtures():
         n = min(map(len, both))
         lines, theirs = (each[:n] for each in both)
         gap = gap_of(lines, theirs)
+        row = [name, n, "", "", "", plus_minus(gap), *[""] * 5]
+        rows.append(row)
         if gap is None:  # a run diverged
-            rows.append((name, n, "", "", "", plus_minus(gap), *[""] * 5))
             continue
         skipped = f"{mean_of(lines, 'skipped'):.1%}" if "router" in name else ""
         flops = f"{mean_of(lines, 'flops') / mean_of(theirs, 'flops'):.2f}"
-        cells = (name, n, skipped, flops, f"{mean_of(lines, 'loss'):.4f}")
-        cells += (plus_minus(gap),)
-        if base != "nag":  # the others are also compared with NAG at other lengths
-            rows.append((*cells, *[""] * 5))
-            continue
-        at_flops = stats.interval(at_equal_flops(lines))
-        ratios = times.get(name, ())
-        at_times = [stats.interval(minus_dense(lines, steps * ratio)) for ratio in ratios]
-        time = f"{ratios[1]:.2f}" if ratios else ""
-        rows.append((*cells, *decided([at_flops]), time, *decided(at_times)))
+        row[2:5] = skipped, flops, f"{mean_of(lines, 'loss'):.4f}"
+        if base == "nag":  # these are also compared with NAG at other lengths
+            at_flops = stats.interval(at_equal_flops(lines))
+            ratios = times.get(name, ())
+            at_times = [stats.interval(minus_dense(lines, steps * ratio)) for ratio in ratios]
+            time = f"{ratios[1]:.2f}" if ratios else ""
+            row[6:] = *decided([at_flops]), time, *decided(at_times)
     head = ("model", "seeds", "skip in evaluation", "FLOPs", "loss", "at equal steps")
     head += ("at equal FLOPs", "verdict at equal FLOPs")
     return (*head, "step time", "at equal time", "verdict at equal time"), rows
@@ -680,7 +684,7 @@ def names_in_words(readme):
 
 
 if __name__ == "__main__":
-    configure(globals(), argv=sys.argv[1:])  # there are no settings: only --help
+    usage(__doc__, sys.argv, len(sys.argv) == 1)
     for page in PAGES:
         text = filled((ROOT / page).read_text())
         (ROOT / page).write_text(text)

@@ -42,20 +42,21 @@ def place(tmp_path, monkeypatch):
     study.free_devices.cache_clear()
 
 
-def trainer(loss_of, trained):
-    """Replaces study.train; the loss is loss_of(all settings)."""
+def trains(monkeypatch, loss_of=lambda full: 1.0):
+    """Replace study.train: the loss is loss_of(all settings). Returns the runs that it has got."""
+    trained = []
 
     def train(settings, device, folder, look, lock):
         trained.append(settings)
         full = study.DEFAULTS | settings
         return {"loss": loss_of(full), "steps": full["max_iters"], "params": 1000}
 
-    return train
+    monkeypatch.setattr(study, "train", train)
+    return trained
 
 
 def test_a_run_with_a_line_is_not_repeated(place, monkeypatch):
-    trained = []
-    monkeypatch.setattr(study, "train", trainer(lambda full: float(full["seed"]), trained))
+    trained = trains(monkeypatch, lambda full: float(full["seed"]))
     runs = [{"seed": seed, "max_iters": 10} for seed in (3, 1, 2)]
     assert [line["loss"] for line in study.run("toy", runs)] == [3, 1, 2]
     assert [line["loss"] for line in study.run("toy", [*runs, {"seed": 4}])] == [3, 1, 2, 4]
@@ -68,8 +69,7 @@ def test_a_run_with_a_line_is_not_repeated(place, monkeypatch):
 
 
 def test_results_are_recorded_only_if_asked_to(place, monkeypatch):
-    trained = []
-    monkeypatch.setattr(study, "train", trainer(lambda full: 1.0, trained))
+    trained = trains(monkeypatch)
     of_user, of_pages = place / "out" / "toy.jsonl", place / "results" / "toy.jsonl"
     study.begin(recording=True)
     study.run("toy", [{"seed": 1}])
@@ -83,7 +83,7 @@ def test_results_are_recorded_only_if_asked_to(place, monkeypatch):
 
 
 def test_the_study_of_the_guide_runs(place, monkeypatch, capsys):
-    monkeypatch.setattr(study, "train", trainer(lambda full: full["n_hidden"] / full["seed"], []))
+    trains(monkeypatch, lambda full: full["n_hidden"] / full["seed"])
     (code,) = re.findall(r"```python\n(\"\"\"runs/.*?)```", open(f"{HERE}/GUIDE.md").read(), re.S)
     exec(code, {})
     first, *_, last = capsys.readouterr().out.splitlines()
@@ -103,8 +103,7 @@ def test_a_study_explains_itself_without_scipy_but_does_not_start(place, monkeyp
 
 
 def test_a_line_that_was_cut_is_trained_again(place, monkeypatch):
-    trained = []
-    monkeypatch.setattr(study, "train", trainer(lambda full: 1.0, trained))
+    trained = trains(monkeypatch)
     study.run("toy", [{"seed": 1}, {"seed": 2}])
     path = study.files_of("toy")[-1]
     whole = path.read_text()
@@ -139,7 +138,7 @@ def test_a_new_name_of_a_study_continues_no_run_of_the_old_one(place, monkeypatc
 
 
 def test_the_default_seed_is_recorded_like_any_other(place, monkeypatch):
-    monkeypatch.setattr(study, "train", trainer(lambda full: float(full["seed"]), []))
+    trains(monkeypatch, lambda full: float(full["seed"]))
     usual = study.DEFAULTS["seed"]
     lines = study.run("toy", [{"seed": usual}, {"seed": 1}])
     assert [*stats.of_seeds(lines)] == [1, usual]
@@ -162,8 +161,7 @@ def test_a_new_setting_that_is_off_does_not_rename_a_run(monkeypatch):
 
 
 def test_runs_on_other_data_are_other_runs(place, monkeypatch):
-    trained = []
-    monkeypatch.setattr(study, "train", trainer(lambda full: 1.0, trained))
+    trained = trains(monkeypatch)
     study.run("toy", [{"seed": 1}])
     monkeypatch.setattr(study, "data_hash", lambda data_dir: "other")
     study.run("toy", [{"seed": 1}])
@@ -288,7 +286,6 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
 ):
     """The best rate is beyond the first grid, and lower at full length. The best rate of the gates
     is 16 times the learning rate. The noise of a seed is almost the same in a pair."""
-    trained = []
 
     def loss_of(full):
         nag = full["residual"] == "nag"
@@ -302,7 +299,7 @@ def test_the_judge_tunes_both_modes_and_gives_its_verdict(
         alone = 0.001 * math.sin(full["seed"] + 7 * nag) * (full["seed"] > 0)
         return loss + 0.3 * math.sin(full["seed"]) + alone
 
-    monkeypatch.setattr(study, "train", trainer(loss_of, trained))
+    trained = trains(monkeypatch, loss_of)
     monkeypatch.setattr(study, "stepper", lambda full, device: full["residual"])
     seconds = {"prenorm": [0.1, 0.2, 0.1], "nag": [0.1 * ratio, 0.2 * ratio, 0.1 * ratio]}
     monkeypatch.setattr(study.bench, "race", lambda steps, rounds: seconds)
@@ -348,7 +345,7 @@ def test_a_rate_is_chosen_by_the_mean_of_three_seeds(place, monkeypatch):
         best = 4e-3 if full["seed"] == 0 else 3.2e-2
         return math.log2(full["learning_rate"] / best) ** 2
 
-    monkeypatch.setattr(study, "train", trainer(loss_of, []))
+    trains(monkeypatch, loss_of)
     scale = study.parse([judge.SCALE, "--max_iters=400"])
     lines_of = lambda runs: study.run("judge", runs)
     assert judge.tune(scale, "prenorm", lines_of)["learning_rate"] == 1.6e-2
@@ -362,7 +359,7 @@ def test_rates_at_which_no_model_learns_are_not_compared(place, monkeypatch):
         rate = full["learning_rate"]
         return math.log2(rate / 1e-3) ** 2 if rate < 2e-3 else 3 + 1e-4 * math.sin(1e4 * rate)
 
-    monkeypatch.setattr(study, "train", trainer(loss_of, []))
+    trains(monkeypatch, loss_of)
     scale = study.parse([judge.SCALE, "--max_iters=400"])
     lines_of = lambda runs: study.run("judge", runs)
     found = judge.best_rate(scale, "dyt", {"learning_rate": 8e-3}, lines_of)
@@ -445,7 +442,7 @@ def test_seeds_that_only_one_side_has_do_not_count():
     gap = stats.gap_of(lines_with(1.0, 2.0, 9.0), lines_with(0.5, 1.0))
     assert gap == stats.interval(stats.minus([1.0, 2.0], [0.5, 1.0]))
     by_length = {1: [0.5, 1.0], 2: [0.4, 0.8, 0.7]}
-    assert stats.gap_at(1, [1.0, 2.0, 9.0], by_length) == gap
+    assert stats.interval(stats.differences_at(1, [1.0, 2.0, 9.0], by_length)) == gap
 
     diverged = stats.gap_of(lines_with(1.0, None), lines_with(0.5, None))
     assert stats.plus_minus(diverged) == "diverged"
@@ -493,9 +490,8 @@ def test_differences_are_paired_by_seed_and_not_by_position():
 
 
 def test_a_rehearsal_is_small_and_says_so(place, monkeypatch, capsys):
-    trained = []
     loss_of = lambda full: 5.0 + 0.1 * full["seed"] + full["learning_rate"]
-    monkeypatch.setattr(study, "train", trainer(loss_of, trained))
+    trained = trains(monkeypatch, loss_of)
     same_times = lambda name, runs, threads: dict.fromkeys(runs, (1.0, 1.0, 1.0))
     monkeypatch.setattr(study, "race", same_times)
     monkeypatch.setattr(study, "ROUNDS", study.ROUNDS)
@@ -588,7 +584,9 @@ def test_the_judge_tunes_the_rate_of_routers():
 def test_the_time_left_agrees_with_the_estimate_until_much_is_measured(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(study.time, "monotonic", lambda: now[0])
-    progress = study.Progress(lambda run: 60.0, [{}] * 100, seconds=3000.0)  # on two devices
+    monkeypatch.setattr(study, "devices", lambda: ["cpu", "cpu"])
+    monkeypatch.setattr(study, "probe", lambda settings: (0.0, 60.0))
+    progress = study.Progress([{}] * 100)
     shown = []
     for _ in range(101):
         now[0] += 60.0  # they are half as fast as expected
@@ -665,12 +663,7 @@ def test_the_figure_cuts_no_interval_and_hides_no_point(tmp_path, monkeypatch):
     found = [{"mode": mode, "steps": gap, "times": [gap] * 3} for mode, gap in gaps.items()]
     found.append({"mode": "lns", "steps": None, "times": []})  # it diverged
     judge.draw(tmp_path / "out" / "a.png", found, {"nag": "NAG"})
-    figure, _ = drawn[-1]
-    monkeypatch.setattr(judge, "rehearse", True)
-    judge.draw(tmp_path / "c.png", found, {})
-    titles = [drawn_axes.get_title() for _, drawn_axes in drawn[-2:]]
-    assert titles == ["", "rehearsal: ignore these numbers"]
-    (axes,) = figure.axes
+    figure, axes = drawn[-1]
     left, right = axes.get_xlim()
     lines = [part for bars in axes.collections for part in bars.get_segments()]
     assert len(lines) == 2 * 3
@@ -795,8 +788,7 @@ def test_the_lead_is_paired_by_seed(place, monkeypatch, capsys):
         seed = 0.1 * full["seed"] + 0.001 * full["seed"] ** 2 * (full["residual"] == "nag")
         return loss[full["residual"]] - math.log(full["max_iters"]) + seed
 
-    trained = []
-    monkeypatch.setattr(study, "train", trainer(loss_of, trained))
+    trained = trains(monkeypatch, loss_of)
     for key in ("what", "record"):
         monkeypatch.setattr(lead, key, getattr(lead, key))
     plan = dict.fromkeys(("prenorm", "nag", "bhyt")), lead.of("max_iters", 1000, 8000)
@@ -816,9 +808,8 @@ def test_the_lead_is_paired_by_seed(place, monkeypatch, capsys):
 
 
 def test_lead_takes_what_the_judge_found_on_another_kind_of_machine(place, monkeypatch):
-    trained = []
     loss_of = lambda full: abs(math.log(full["learning_rate"] / 0.004))
-    monkeypatch.setattr(study, "train", trainer(loss_of, trained))
+    trained = trains(monkeypatch, loss_of)
     found = judge.tune(lead.SCALE, "prenorm", partial(study.run, "judge"))
     n = len(trained)
     monkeypatch.setattr(study, "place", lambda settings: {"data": "data", "computes": "cuda"})
@@ -838,13 +829,13 @@ def test_a_gpu_trains_several_runs_at_a_time(monkeypatch):
 def test_long_and_deep_runs_use_the_rate_that_is_best_at_half_of_that(
     place, monkeypatch, what, value
 ):
-    best, trained = {4000: 0.016, 8000: 0.004}, []
+    best = {4000: 0.016, 8000: 0.004}
 
     def loss_of(full):
         size = full["max_iters"] * (2 if full["n_layer"] == 16 else 1)
         return abs(math.log(full["learning_rate"] / best.get(size, 0.008)))
 
-    monkeypatch.setattr(study, "train", trainer(loss_of, trained))
+    trained = trains(monkeypatch, loss_of)
     largest = lead.PLANS[what][1][value]
     runs = lead.runs_of("prenorm", None, largest, study.run)
     assert {run["learning_rate"] for run in runs} == {0.004}
@@ -939,7 +930,7 @@ def test_a_mode_with_a_setting_has_a_row_once_its_runs_have_finished(place, monk
         n = full["hc_streams"] or 2
         return 1 + 0.01 * full["seed"] - 0.001 * n * full["seed"] % 7
 
-    monkeypatch.setattr(study, "train", trainer(loss_of, []))
+    trains(monkeypatch, loss_of)
     monkeypatch.setattr(tables, "JUDGED", {
         "prenorm": ("prenorm", {}), "ihc": ("ihc", {}), "ihc, 4 streams": ("ihc", {"hc_streams": 4})
     })  # fmt: skip
@@ -992,8 +983,8 @@ def test_a_design_without_results_changes_only_the_number_of_designs(toy_mode):
 def test_readme_quotes_the_races_with_others_as_measured():
     speed, readme = study.ROOT / "results" / "speed", " ".join(pages()["README.md"].split())
     for name, file in (("nanoGPT", "nanogpt_loss_8x128.txt"), ("nanochat", "nanochat_8x128.txt")):
-        end = r"at (\S+) after (\d+) s\b"
-        ends = rf"{name}'s.*? ended {end}.*? ours.*? {end}"
+        end = r"(\S+) after (\d+) s\b"
+        ends = rf"{name}'s.*?: {end} \(ours.*?: {end}"
         quoted = re.search(ends, readme).groups()
         race = (speed / file).read_text()
         end = r"^{}: (\S+) after \d+ steps, (\d+) s$"
@@ -1071,7 +1062,8 @@ def test_sentences_written_by_hand_agree_with_the_results():
     ):  # fmt: skip
         ours = tables.judged_lines("muon", mode)
         flops = tables.flops_of_step(ours) / tables.flops_of_step(theirs[1.0])
-        gap = stats.gap_at(flops + mixing, stats.losses_of(ours), by_length)
+        at_flops = stats.differences_at(flops + mixing, stats.losses_of(ours), by_length)
+        gap = stats.interval(at_flops)
         assert stats.verdict([gap]) == word
     gap, half = map(float, tables.number("facts", "ihc, 4 streams minus mhc", "value").split(" ± "))
     lead = -float(tables.number("modes", "mhc", "at equal steps").split()[0])
