@@ -839,6 +839,7 @@ def test_every_parameter_is_initialised_and_trained_in_one_group(residual):
         trained, expected = {}, {}
         for optimizer in model.optimizers(kind, 4e-3, {"gates": 1e-3}, 0.1):
             for group in optimizer.param_groups:
+                assert group.get("betas", (0.9, 0.95)) == (0.9, 0.95)  # Muon has none
                 how = type(optimizer).__name__.lower(), group["peak"], group["weight_decay"]
                 trained |= dict.fromkeys(group["params"], how)
         for group, names in groups.items():
@@ -1507,7 +1508,7 @@ def checkpoint(path):
 def assert_same_state(one, two):
     """The newest checkpoints of two runs agree bit for bit."""
     one, two = checkpoint(one), checkpoint(two)
-    for key in ("model", "optimizers", "step", "best_val_loss", "flops"):
+    for key in ("model", "optimizers", "step", "best_val_loss", "flops", "expected_flops"):
         assert_close(two[key], one[key], rtol=0, atol=0)
 
 
@@ -1558,7 +1559,7 @@ def test_a_run_logs_what_it_did_and_keeps_what_is_asked_for(data, runs, tmp_path
 
 @cases("more", [
     dict(alpha_warmup_iters=5, optimizer="muon"), dict(residual="dyt", schedule="wsd"),
-    dict(total_batch_tokens=256, mod_on="both", mod_rate=0.4),
+    dict(total_batch_tokens=256, mod_on="both", mod_rate=0.4, flops_budget=2.5e8),
     dict(residual="bhyt", moe_experts=4, mod_on="mlp", mod_rate=0.3, mod_router="learned"),
     dict(residual="ngpt", tied=False, moe_experts=4, mod_on="both", mod_rate=0.3,
          mod_router="learned"),
@@ -2138,13 +2139,18 @@ def test_a_damaged_file_is_refused(data, runs, tmp_path, monkeypatch, name, spoi
     assert set(os.listdir()) == {"data", "run"}
 
 
-def test_two_writers_of_a_file_do_not_mix(tmp_path):
-    path = tmp_path / "file"
+def test_two_writers_of_a_file_do_not_mix(tmp_path, monkeypatch):
+    path, called = tmp_path / "file", []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        spied = lambda *of, name=name, real=real: called.append(name) or real(*of)
+        monkeypatch.setattr(os, name, spied)
     with pytest.raises(FileNotFoundError), data_file.atomic(str(path)) as first:
         first.write(b"first")
         with data_file.atomic(str(path)) as second:
             second.write(b"2nd")
     assert path.read_bytes() == b"2nd" and os.listdir(tmp_path) == ["file"]
+    assert called == ["fsync", "replace"] + ["fsync", "replace"]  # complete before it has its name
 
 
 def test_a_save_leaves_the_files_of_others_alone(data, tmp_path):

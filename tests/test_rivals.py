@@ -392,6 +392,20 @@ def test_attention_residuals_equal_the_golden(residual, key):
     assert_close(ends.readout(stream, None)[0][0, 0], z[key + "_out"], **close)
 
 
+def residuals(model):
+    return [each for b in model.blocks for each in (b.attn_residual, b.mlp_residual)]
+
+
+def test_hc_reads_another_stream_in_each_sublayer_first_and_gated_starts_without_gates():
+    for layer, residual in enumerate(residuals(tiny(residual="hc", n_layer=3)), 1):
+        pre, post, *M = residual.sa[2:].unflatten(0, (4, 6)).T
+        assert torch.equal(pre, F.one_hot(torch.tensor(layer % 4), 4).float())
+        assert torch.equal(post, torch.ones(4)) and torch.equal(torch.stack(M), torch.eye(4))
+        assert residual.sa[:2].tolist() == pytest.approx([0.01] * 2) and not residual.w.any()
+    for residual in residuals(tiny(residual="gated")):
+        assert residual.d.any() and residual.w.any() and not residual.u.any()
+
+
 @cases("residual", ["mhc", "ihc", "smhc"])
 def test_mhc_starts_as_prenorm_and_its_streams_part_in_training(residual):
     idx, (model, plain) = some_ids(), (tiny(residual=mode) for mode in (residual, "prenorm"))

@@ -739,6 +739,16 @@ def test_a_timed_step_has_the_micro_steps_of_training(monkeypatch, total, micro_
     assert sum(rows) * 32 == study.STEPS * (total or 4 * 32)
 
 
+def test_a_timed_step_computes_as_the_run_does(monkeypatch):
+    asked, model = [], SimpleNamespace()
+    stepper = lambda *how: asked.append(how) or (None, model, None)
+    monkeypatch.setattr(study.bench, "stepper", stepper)
+    how = dict(dtype="bfloat16", optimizer="adamw", compile=True, loss_chunk=16, recompute=True)
+    study.stepper(study.DEFAULTS | how, "cpu")
+    assert asked[0][3:] == ("bfloat16", "adamw", 1, True)
+    assert (model.loss_chunk, model.recompute) == (16, True)
+
+
 def test_a_race_frees_its_models_for_the_runs_in_other_processes(place, monkeypatch):
     class Step:
         def __init__(self, *how):
