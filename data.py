@@ -459,7 +459,7 @@ class Windows:
             raise SystemExit(f"{self.directory}: the checkpoint was trained with another tokenizer")
         size = self.meta["vocab_size"]
         if size > vocab_size:
-            more = f"more token ids than the model: set --vocab_size={size} or more"
+            more = f"more token ids than the model: for a new one set --vocab_size={size} or more"
             raise SystemExit(f"{self.directory} has {more}")
 
     def verify(self):

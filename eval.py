@@ -355,10 +355,14 @@ def main():
     print(f"{state['path']}: {', '.join([*dialled, *parts])}")
     path, name = os.path.join(out_dir, "eval.json"), os.path.relpath(state["path"], out_dir)
     whose = {"checkpoint": name, "step": state["step"], "run_id": state.get("run_id")}
+    if os.path.exists(path):
+        data.read_json(path)  # a damaged file is an error before any work
     how = settings | {"data": None if windows is None else windows.sha256}
     for part, result in chain(dialled.items(), answers(parts, model, rows, encoding)):
         old = data.read_json(path) if os.path.exists(path) else {}
-        report = old if old.items() >= whose.items() else whose | {"settings": {}}
+        report = whose | {"settings": {}} | old  # older code wrote no run_id
+        if not report.items() >= whose.items():
+            report = whose | {"settings": {}}
         report[part], report["settings"][part] = result, how
         data.write_json(path, report)  # a later part may fail
 

@@ -55,7 +55,7 @@ class Stream(NamedTuple):
     lane: Tensor | None = None  # (B, T, k) extra state of the mode: NAG's log norm in float32
     at: Tensor | None = None  # (T, 1) positions of the tokens
     sources: tuple = ()  # other streams, or earlier states: streams.py, attnres.py, X0Mix
-    ahead: tuple = ()  # what a read computed for later: attnres.py, smhc in streams.py
+    ahead: tuple = ()  # what a read leaves for later: attnres.py, smhc in streams.py
 
     def replace(self, **new):
         """A copy with new fields. torch 2.11 does not compile NamedTuple._replace."""

@@ -316,7 +316,7 @@ def save(kind):
 
 
 def saves_by_time():
-    """Whether 30 seconds, and 100 times the duration of the newest's last save, have passed."""
+    """Whether 30 seconds, and 100 times what ckpt.pt's last save took, have passed since it."""
     return save_interval is None and time.monotonic() - last_save >= max(30.0, 100 * save_seconds)
 
 

@@ -162,7 +162,7 @@ def test_the_sink_of_ngpt_is_that_of_its_scaled_scores():
     assert_close(depth.sink(attention, h, rope), weights[:, :, 1:, 0].mean())
 
 
-def test_a_mode_s_own_weight_decay_and_warm_up_hold_unless_others_are_given(data, tmp_path):
+def test_a_mode_s_own_warm_up_holds_unless_another_is_given(data, tmp_path):
     def run(name, **how):
         train(data, tmp_path / name, **dict(weight_decay=None, warmup_iters=None) | how)
         log, state = log_of(tmp_path / name), checkpoint(tmp_path / name)
