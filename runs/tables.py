@@ -213,6 +213,10 @@ def judge_facts():
     ends = judge.means(usual, BASELINE, starts, partial(find, "judge"), 1.0, judge.TUNING)
     for name, end in zip(("as chosen", "from zero projections"), ends):
         yield f"prenorm, tuning seeds, {name}", f"{end:.4f}"
+    (choice, _), usual = judged("adamw")[0][BASELINE], scale_of("adamw")
+    again = find("another_cpu", judge.of_seeds(usual, BASELINE, choice, judge.seeds)[3:])
+    of_one_cpu = judged_lines("adamw", BASELINE)[:3] + again
+    yield "ihc, AdamW, one CPU", plus_minus(gap_of(judged_lines("adamw", "ihc"), of_one_cpu))
     commits = [line["commit"] for line in study.finished("judge").values()]
     share = mean(commit.endswith("+changes") for commit in commits)
     yield "runs with uncommitted changes", f"{share:.0%}"
