@@ -274,7 +274,7 @@ def residual(base, copy, matmul):
     shape = (batch_size, base.block_size, base.n_embd)
     runs = {name: replayed(two_sublayers(of, shape, device, dtype), device)
             for name, of in named.items()}  # fmt: skip
-    # Passes over the stream, forward + backward: pre-norm and BHyT 4 + 4, NAG 3 + 6.
+    # Passes over the stream, forward + backward: pre-norm and BHyT 4 + 4, NAG 3 + 5 and one for w.
     floor = 2 * 8 * math.prod(shape) * getattr(torch, dtype).itemsize
     note = lambda name, medians: f"{floor / copy / medians[name]:.0%} of the copy rate"
     return compare("residual alone, one block", runs, rounds, note)

@@ -136,6 +136,7 @@ def value_of(node):
 
 def read_file(path, outer=()):
     """Yield (path, key, value) for every line of a config file and of the files it includes."""
+    path = os.path.normpath(path)
     if path in outer:
         raise SystemExit(f"{path}: includes itself")
     hint = "settings are written --key=value"

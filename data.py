@@ -292,14 +292,17 @@ def is_imported(meta):
 def meta_tokenizer(folder, meta):
     """The tokenizer that made the shards in a folder, or that was imported into it."""
     name = meta["tokenizer"]
+    path = os.path.join(folder, name)
     if name.endswith(".json"):
-        path = os.path.join(folder, name)
         encoding = JsonTokenizer(path, meta["eot"], meta.get("start"), meta.get("bos"))
         encoding.stops = meta.get("stops", [encoding.eot_token])
-        if fingerprint(encoding).hex() != meta["tokenizer_sha256"]:
-            raise SystemExit(f"{path} is not the tokenizer that this model or data was made with")
-        return encoding
-    return get_tokenizer(os.path.join(folder, name) if name.endswith(".tiktoken") else name)
+    elif name.endswith(".tiktoken"):
+        encoding = get_tokenizer(path)
+    else:
+        return get_tokenizer(name)
+    if fingerprint(encoding).hex() != meta["tokenizer_sha256"]:
+        raise SystemExit(f"{path} is not the tokenizer that this model or data was made with")
+    return encoding
 
 
 def token_dtype(n_vocab):

@@ -5,6 +5,7 @@ The stream of a mode is model.ends.additive(stream), (B, T, C): what the final n
 the model ended here. For NAG it is the two lanes as one vector, for n streams the sum (plain
 or learned) that the head reads, for Attention Residuals the head's weighted sum of sources, and for
 x0mix the stream before Eq. 11. The head of gated reads each stream; here it is their plain sum.
+Updates and rotations are from the end of one sublayer to that of the next.
 
 The model needs no hooks: these functions run its blocks one by one. `batches` is a list of (inputs,
 targets), (B, T) each. Results are plain numbers, one per block or one per sublayer.
@@ -123,10 +124,11 @@ def look(model, x, y):
     seen, first = defaultdict(list), None
     rope = (model.cos[: x.size(1)], model.sin[: x.size(1)])
     for sublayer, residual, h, before, stream in walk(model, x):
-        old, new = model.ends.additive(before), model.ends.additive(stream)
-        if first is None:
-            first = last = old
+        if first is None:  # here, where a sharded model has its parameters
+            begun = model.begin(x, torch.arange(x.size(1), device=x.device))
+            first = last = old = model.ends.additive(begun)
             describe(first, seen)
+        new = model.ends.additive(stream)
         seen["rotation"].append(degrees(old, new))
         seen["update"].append(((new - old).square().mean(-1) / old.square().mean(-1)).sqrt().mean())
         seen["from embedding"].append(degrees(first, new))
@@ -154,6 +156,7 @@ def look(model, x, y):
                 seen["load"].append(chosen.bincount(minlength=sublayer.E) / len(chosen))
             seen["cosine"].append(F.cosine_similarity(last, new, dim=-1).mean())
             last = new
+        old = new
     weights = model.ends.weights(stream)
     if weights is not None:  # the last row of the matrix: what the head reads
         seen["sources"].append(weights.flatten(0, -2).mean(0))

@@ -343,9 +343,8 @@ def import_model(source, to, context=None):
         if not torch.equal(head, tensors["embed.weight"]):
             fail("lm_head.weight is not the embedding, but config.json has tie_word_embeddings")
         tensors["head.weight"] = tensors["embed.weight"]
-    settings = {"data_dir": None, "loss_chunk": 2048}
-    state = {"config": asdict(config), "settings": settings, "meta": meta, "step": 0}
-    state["model"] = tensors
+    state = {"config": asdict(config), "meta": meta, "step": 0, "model": tensors}
+    state["settings"] = {"data_dir": None, "loss_chunk": 2048}
     data.make_folder(to)
     if meta["tokenizer"]:
         checkpoint.copy_tokenizer(folder, to, names=["tokenizer.json"])

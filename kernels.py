@@ -877,8 +877,6 @@ class Rotate(torch.autograd.Function):
 def rotate(r, s, f, a, modulator=None, ramp=None, eps=1e-12, centre=True, orthogonal=True):
     """nag.rotate, where a is multiplied by ramp, and by m of Eq. 5 if modulator is w and, in one
     tensor, b, p and beta before softplus.
-
-    It takes 3 passes, and 5 backward, and one for the gradient of w.
     """
     w, constants = (None, None) if modulator is None else modulator
     if w is not None and torch.is_autocast_enabled(r.device.type):  # as for other products

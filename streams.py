@@ -364,15 +364,16 @@ class Connections(Streams):
     decays = ("w",)  # parameters that decay: model.param_groups puts them in "maps"
     before_post = 0  # numbers of the lane before h_post
 
-    def read(self, stream):
+    def read(self, stream, pre=None):
+        """pre: the map to read with, if not the own one. The lane then begins with the own one."""
         if stacked(stream):
             h, stream, lane = self.fetch_maps(stream)
             return h, stream.replace(lane=lane)
         X = streams_of(stream)
-        pre, post, M = self.maps(X)
-        h = self.norm(read(X, pre)).to(stream.x.dtype)
-        lane = torch.cat([*post, *chain(*(M or ()))], -1)  # for write: (B, T, n), or n + n^2
-        return h, stream.replace(lane=lane)
+        own, post, M = self.maps(X)
+        h = self.norm(read(X, pre or own)).to(stream.x.dtype)
+        for_write = [*post, *chain(*(M or ()))]  # together (B, T, n), or n + n^2
+        return h, stream.replace(lane=torch.cat([*own, *for_write] if pre else for_write, -1))
 
     def write(self, stream, f, gate=1.0):
         n, at, maps = self.n, self.before_post, stream.lane
@@ -495,14 +496,8 @@ class SMHC(MHC):
 
     def read(self, stream):
         pre = pre_of(stream, self.n)
-        if stacked(stream):
-            h, stream = super().read(stream)
-            return h, stream.replace(ahead=(pre,))
-        X = streams_of(stream)
-        h_pre, post, M = self.maps(X)
-        h = self.norm(read(X, pre.split(1, -1))).to(stream.x.dtype)  # Eq. 7
-        lane = torch.cat([*h_pre, *post, *chain(*M)], -1)
-        return h, stream.replace(lane=lane, ahead=(pre,))
+        h, stream = super().read(stream, pre.split(1, -1))  # Eq. 7
+        return h, stream.replace(ahead=(pre,))
 
     def write(self, stream, f, gate=1.0):
         new = super().write(stream, f, gate).replace(ahead=())

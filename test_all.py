@@ -176,6 +176,7 @@ def test_a_run_begins_with_the_settings_that_are_not_the_defaults(capsys):
     ("--n_layer", "--n_layer: write it as --key=value"),
     ("nowhere.py", "nowhere.py: no such config file"),
     ("include = 'x.py'", "x.py: includes itself"),
+    ("include = './x.py'", "x.py: includes itself"),
     ("n_laye = 5", "x.py: there is no setting 'n_laye'"),
     *((f"n_layer = {bad}", "x.py, line 1: expected key") for bad in (
         "open('y')", "n + 1", "-'a'", "'a' * 2", "9**9**9", "7**99", "1 / 0", "10.0**99 * 1e300",
@@ -1201,6 +1202,10 @@ def test_a_local_rank_file_needs_no_network_and_travels_with_the_shards(tmp_path
     assert (meta["vocab_size"], meta["eot"]) == (260, 259) == (encoding.n_vocab, encoding.eot_token)
     first = next(t for t in TEXTS if not prepare_c4.validates(t, 0.05))
     assert encoding.decode(ids.tolist()).startswith(first) and 256 in ids
+    with open(os.path.join(directory, meta["tokenizer"]), "a") as changed:
+        changed.write(f"\n{base64.b64encode(b'docum').decode()} 259")
+    with pytest.raises(SystemExit, match=".tiktoken is not the tokenizer that"):
+        data_file.meta_tokenizer(directory, meta)
 
 
 @cases("val", [[], ["--val_source=val.jsonl", "--max_val_tokens=1700"]])
@@ -1872,7 +1877,7 @@ BAD_INPUT = {
         ("--dtype=float16", "must be auto, float32 or b"), ("--shard=zero", "must be none or fsdp"),
         ("--shard=fsdp", "needs several proc"), ("--val_part=half", "must be all, tune or report"),
         ("--device=tpu", "must be auto, cpu, mps"), ("--device=mps", "torch sees no Apple GPU"),
-        ("--batch_size=0", "must be above 0"), ("--flops_budget=0", "must be above 0"),
+        ("--batch_size=0", "must be above 0"), ("--flops_budget=1e999", "must be above 0"),
         ("--block_size=0", "must be above 0"), ("--seed=1e30", "must be below 2**63"),
         ("--out_dir=", "out_dir is empty: give a folder"), ("nope.py", "no such config file"),
         ("--total_batch_tokens=-128", "must be above 0"), ("--seed=-1", "must be at least 0"),

@@ -102,7 +102,7 @@ RULES = (
     ("schedule", lambda v: v in ("cosine", "wsd"), "cosine or wsd"),
     ("shard", lambda v: v in ("none", "fsdp"), "none or fsdp"),
     ("val_part", lambda v: v in ("all", "tune", "report"), "all, tune or report"),
-    (ABOVE_0, lambda v: v > 0, "above 0"),
+    (ABOVE_0, lambda v: 0 < v < math.inf, "above 0, and finite"),
     (AT_LEAST_0, lambda v: v >= 0, "at least 0"),
     ("wsd_share", lambda v: v <= 1, "at most 1"),
     ("seed", lambda v: v < 2**63, "below 2**63"),
@@ -114,8 +114,7 @@ RULES = (
 def check_settings():
     """Fail if a setting has no valid value, or needs another one."""
     check(settings, RULES)
-    mode = RESIDUALS.get(config.residual)  # None: GPT refuses an unknown name
-    turns = mode is not None and mode.rotates
+    turns = config.residual in RESIDUALS and RESIDUALS[config.residual].rotates
     penalised = compile and config.moe_experts > 0 and config.moe_balance == "loss"
     budget_decides = flops_budget is not None and "flops_budget" not in given  # a checkpoint's
     needs = (  # (what is asked for, whether it is possible, what it needs)

@@ -151,13 +151,9 @@ def best_rate(scale, mode, choice, lines_of, length=None, around=AROUND):
 
 
 def tune(scale, mode, lines_of):
-    """Tune one setting at a time. Returns {setting: best value}.
+    """{setting: best value}, tuned one at a time: step 1 above.
 
-    First the learning rate, then the initialisation of the output projections, then gate_lr (lower
-    and higher) and embed_lr (lower), as long as each step helps. Then the learning rate again, at
-    full length. What one seed chose at a quarter of the length may be worse at full length: last,
-    the defaults of all but the learning rate win if three seeds have a lower mean with them.
-    Recorded runs without these keep the tuned settings.
+    Recorded runs without the last comparison keep the tuned settings.
     """
     pick_best = partial(best, scale, mode, lines_of=lines_of)
     usual = (study.DEFAULTS | scale)["learning_rate"]

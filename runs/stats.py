@@ -50,13 +50,16 @@ def p_value(gap, n):
 
 
 def holm(gaps):
-    """{name: verdict} after Holm's correction. gaps: {name: (interval, number of its values)}"""
-    values = {name: p_value(gap, n) for name, (gap, n) in gaps.items()}
+    """{name: verdict} after Holm's correction. gaps: {name: [(interval, number of its values)]}
+
+    Of several intervals the least certain counts, and all must agree.
+    """
+    values = {name: max(p_value(*pair) for pair in pairs) for name, pairs in gaps.items()}
     found = dict.fromkeys(gaps, "undecided")
     for i, name in enumerate(sorted(values, key=values.get)):
         if values[name] > 0.05 / (len(values) - i):
             break
-        found[name] = verdict([gaps[name][0]])
+        found[name] = verdict([gap for gap, _ in gaps[name]])
     return found
 
 
@@ -153,15 +156,17 @@ def differences_at(length, losses, by_length):
 def losses_at(length, by_length):
     """The loss of each seed, interpolated at a length. by_length: {length: losses}
 
-    A parabola in log(length), through the three nearest lengths. If three or more have the most
-    seeds, and the length is between them, only these count.
+    A parabola in log(length), through the next longer length and the two nearest others. If three
+    or more lengths have the most seeds, and this one is between them, only these count.
     """
     full = with_most_seeds(by_length)
     if len(full) > 2 and min(full) <= length <= max(full):
         by_length = full
     if not min(by_length) <= length <= max(by_length):
         raise ValueError(f"length {length:g} is not between those trained: {sorted(by_length)}")
-    near = sorted(by_length, key=lambda known: abs(math.log(known / length)))[:3]
+    above = min(known for known in by_length if known >= length)
+    distance = lambda known: (known != above, abs(math.log(known / length)))
+    near = sorted(by_length, key=distance)[:3]
     logs = [math.log(known) for known in near]
     curves = zip(*(by_length[known] for known in near))
     at = lambda curve: scipy().interpolate.krogh_interpolate(logs, curve, math.log(length))
@@ -189,16 +194,14 @@ def length_of(losses, by_length):
 def crossings(losses, by_length):
     """Where the upper end, the middle and the lower end of the difference are 0, or None."""
     first, last = min(by_length), max(by_length)
-    found = []
-    for side in (1, 0, -1):
 
-        def end(length, side=side):
-            difference, half = interval(differences_at(length, losses, by_length))
-            return difference + side * half
+    def end(length, side):
+        difference, half = interval(differences_at(length, losses, by_length))
+        return difference + side * half
 
-        inside = end(first) <= 0 <= end(last)
-        found.append(scipy().optimize.brentq(end, first, last) if inside else None)
-    return found
+    inside = lambda side: end(first, side) <= 0 <= end(last, side)
+    root = lambda side: scipy().optimize.brentq(end, first, last, (side,))
+    return [root(side) if inside(side) else None for side in (1, 0, -1)]
 
 
 def verdict(intervals):

@@ -98,9 +98,12 @@ def judged(place):
     """
     usual, lines_of, trained = scale_of(place), partial(find, PLACES[place][2]), {}
     for name, (mode, change) in JUDGED.items():
-        found = with_most_seeds(SEEDS, partial(judge.train, usual | change, mode, lines_of))
-        if found:
-            trained[name] = found
+        with suppress(NotFinished):  # not tuned yet
+            choice = judge.tune(usual | change, mode, lines_of)
+            runs = partial(judge.of_seeds, usual | change, mode, choice)
+            found = with_most_seeds(SEEDS, lambda n, runs=runs: lines_of(runs(n)))
+            if found:
+                trained[name] = choice, {1.0: found}
     ratios = {name: each for name, each in step_times(place).items() if name in trained}
     choice, lines = trained[BASELINE]
     lengths = judge.lengths(ratios)
@@ -132,15 +135,11 @@ def judged_lines(place, mode):
 def modes(place):
     """The judge's table with verdicts after Holm's correction. The baseline is first, also with
     half and twice its learning rate.
-
-    At equal time the least certain of the intervals at the three ratios is corrected.
     """
     found = compared(place)
-    least_certain = lambda pairs: max(pairs, key=lambda pair: stats.p_value(*pair))
-    of_steps = {each["mode"]: (each["steps"], each["n"]) for each in found if each["steps"]}
-    of_time = {each["mode"]: least_certain(zip(each["times"], each["timed"]))
-               for each in found if each["times"]}  # fmt: skip
-    at_steps, at_time = stats.holm(of_steps), stats.holm(of_time)
+    of_steps = {each["mode"]: [(each["steps"], each["n"])] for each in found if each["steps"]}
+    times = {each["mode"]: [*zip(each["times"], each["timed"])] for each in found if each["times"]}
+    at_steps, at_time = stats.holm(of_steps), stats.holm(times)
     head = ["mode", "seeds", *judge.HEAD[2:5], "after Holm", *judge.HEAD[5:-1]]
     head += ["after Holm, time", judge.HEAD[-1]]
 
@@ -319,13 +318,13 @@ def at_size():
             if not each["steps"] or not min(by_length) <= flops <= max(by_length):
                 continue  # a run of the mode diverged, or of the baseline at such a length
             by_seed = stats.differences_at(flops, losses_of(ours), by_length)
-            gaps[each["mode"]] = stats.interval(by_seed), len(by_seed)
+            gaps[each["mode"]] = [(stats.interval(by_seed), len(by_seed))]
             if each["mode"] in better:
                 params = each["params"] / theirs[1.0][0]["params"]
                 found[each["mode"]] = f"{params:.2f}", f"{flops:.2f}", plus_minus(each["steps"])
         corrected = stats.holm(gaps)
         for mode, cells in found.items():
-            rows.append((mode, name, *cells, *decided([gaps[mode][0]]), corrected[mode]))
+            rows.append((mode, name, *cells, *decided([gaps[mode][0][0]]), corrected[mode]))
     head = ("mode", "optimizer", "parameters", "FLOPs", "at equal steps", "at equal FLOPs")
     return (*head, "verdict at equal FLOPs", "after Holm"), rows
 
@@ -354,8 +353,8 @@ def by_depth():
     """{optimizer in words: {blocks: (lines of NAG, lines of pre-norm)}}"""
     found = {}
     for optimizer, words in OPTIMIZERS.items():
-        lines = lead_lines("blocks", optimizer)
-        lines |= {(mode, 8): judged_lines(optimizer, mode) for mode in ("nag", BASELINE)}
+        eight = {(mode, 8): judged_lines(optimizer, mode) for mode in ("nag", BASELINE)}
+        lines = lead_lines("blocks", optimizer) | eight
         known = [n for n in DEPTHS if {("nag", n), (BASELINE, n)} <= lines.keys()]
         found[words] = {n: (lines["nag", n], lines[BASELINE, n]) for n in known}
     return found

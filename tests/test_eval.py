@@ -164,10 +164,13 @@ def test_the_walk_is_the_forward_and_updates_are_measured_against_the_stream(res
         assert before.x.dtype == last.x.dtype == torch.bfloat16
         assert torch.equal(logits, model(idx)[0])
     report = depth.depth(model, [(idx, idx)])
-    for update, (*_, before, after) in zip(report["update"], depth.walk(model, idx)):
-        old, new = model.ends.additive(before), model.ends.additive(after)
+    old = model.ends.additive(model.begin(idx, torch.arange(idx.size(1))))
+    assert report["norm"][0] == pytest.approx(old.norm(dim=-1).mean().item(), rel=1e-4)
+    for update, (*_, after) in zip(report["update"], depth.walk(model, idx)):
+        new = model.ends.additive(after)
         size = ((new - old).norm(dim=-1) / old.norm(dim=-1)).mean().item()
         assert update == pytest.approx(size, rel=1e-4)
+        old = new
 
 
 def test_logits_that_are_not_finite_count_as_a_leak_and_equal_ones_do_not():
