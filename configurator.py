@@ -136,8 +136,7 @@ def value_of(node):
 
 def read_file(path, outer=()):
     """Yield (path, key, value) for every line of a config file and of the files it includes."""
-    path = os.path.normpath(path)
-    if path in outer:
+    if os.path.realpath(path) in outer:
         raise SystemExit(f"{path}: includes itself")
     hint = "settings are written --key=value"
     try:
@@ -157,7 +156,7 @@ def read_file(path, outer=()):
             raise SystemExit(f"{path}, {got}") from None
         if key == "include":
             included = os.path.join(os.path.dirname(path), str(value))
-            yield from read_file(included, (*outer, path))
+            yield from read_file(included, (*outer, os.path.realpath(path)))
         else:
             yield path, key, value
 

@@ -103,7 +103,7 @@ RULES = (
     ("shard", lambda v: v in ("none", "fsdp"), "none or fsdp"),
     ("val_part", lambda v: v in ("all", "tune", "report"), "all, tune or report"),
     (ABOVE_0, lambda v: 0 < v < math.inf, "above 0, and finite"),
-    (AT_LEAST_0, lambda v: v >= 0, "at least 0"),
+    (AT_LEAST_0, lambda v: 0 <= v < math.inf, "at least 0, and finite"),
     ("wsd_share", lambda v: v <= 1, "at most 1"),
     ("seed", lambda v: v < 2**63, "below 2**63"),
     ("warmup_iters", lambda v: v < 1 or v == round(v), "whole steps, or a share of all below 1"),

@@ -54,7 +54,9 @@ def holm(gaps):
 
     Of several intervals the least certain counts, and all must agree.
     """
-    values = {name: max(p_value(*pair) for pair in pairs) for name, pairs in gaps.items()}
+    certain = lambda pairs: verdict([gap for gap, _ in pairs]) != "undecided"
+    chance = lambda pairs: max(p_value(*pair) for pair in pairs) if certain(pairs) else 1.0
+    values = {name: chance(pairs) for name, pairs in gaps.items()}
     found = dict.fromkeys(gaps, "undecided")
     for i, name in enumerate(sorted(values, key=values.get)):
         if values[name] > 0.05 / (len(values) - i):
