@@ -1174,7 +1174,8 @@ def test_sentences_written_by_hand_agree_with_the_results():
         assert high - middle > 2 * (middle - low)  # "Bad seeds"
         assert high - second > 1.5 * (second - low)  # "far above the others"
     repeated = {tuple(line["settings"].get(key, "prenorm") for key in ("residual", "seed")):
-                line["loss"] for line in study.finished("float32").values()}  # fmt: skip
+                line["loss"] for line in study.finished("float32").values()
+                if line["settings"]["val_part"] == "report"}  # fmt: skip
     bad = {seed for (mode, seed), loss in repeated.items() if mode == "prenorm" and loss > 1.005}
     assert bad == {12, 14} and sorted(repeated.values())[-3] < 0.99  # "There seed 14 is bad, too"
     for mode, steps in (("mhc", 8000), ("attnres", 4000), ("attnres", 8000)):
