@@ -136,7 +136,8 @@ def value_of(node):
 
 def read_file(path, outer=()):
     """Yield (path, key, value) for every line of a config file and of the files it includes."""
-    if os.path.realpath(path) in outer:
+    own = os.path.realpath(path)
+    if own in outer:
         raise SystemExit(f"{path}: includes itself")
     hint = "settings are written --key=value"
     try:
@@ -156,7 +157,7 @@ def read_file(path, outer=()):
             raise SystemExit(f"{path}, {got}") from None
         if key == "include":
             included = os.path.join(os.path.dirname(path), str(value))
-            yield from read_file(included, (*outer, os.path.realpath(path)))
+            yield from read_file(included, (*outer, own))
         else:
             yield path, key, value
 

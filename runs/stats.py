@@ -54,14 +54,14 @@ def holm(gaps):
 
     Of several intervals the least certain counts, and all must agree.
     """
-    certain = lambda pairs: verdict([gap for gap, _ in pairs]) != "undecided"
-    chance = lambda pairs: max(p_value(*pair) for pair in pairs) if certain(pairs) else 1.0
-    values = {name: chance(pairs) for name, pairs in gaps.items()}
+    alone = {name: verdict([gap for gap, _ in pairs]) for name, pairs in gaps.items()}
+    clear = [name for name in gaps if alone[name] != "undecided"]
+    values = {name: max(p_value(*pair) for pair in gaps[name]) for name in clear}
     found = dict.fromkeys(gaps, "undecided")
     for i, name in enumerate(sorted(values, key=values.get)):
-        if values[name] > 0.05 / (len(values) - i):
+        if values[name] > 0.05 / (len(gaps) - i):
             break
-        found[name] = verdict([gap for gap, _ in gaps[name]])
+        found[name] = alone[name]
     return found
 
 
